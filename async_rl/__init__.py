@@ -1,0 +1,1 @@
+"""async-rl: asynchronous off-policy RL for language models on message queues."""

@@ -1,0 +1,86 @@
+"""What samples: prompts, environment, engine, rewards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from async_rl.config.base import StrictModel
+
+
+class DataConfig(StrictModel):
+    """Where prompts come from."""
+
+    source: str = "environment"
+    """`environment` (the built-in task's own rows), or a path: a .jsonl or .parquet file, or a Hugging Face dataset directory."""
+    split: str = "train"
+    """Split to read from a Hugging Face dataset directory; other sources have one split."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: text, or a list of chat messages."""
+    data_epochs: int | None = Field(None, ge=1)
+    """Passes over the data; unset: until trainer.max_steps."""
+    shuffle: bool = True
+    """Shuffle the rows anew in each data epoch, from the run's seed."""
+    on_long_prompt: Literal["error", "skip"] = "error"
+    """A prompt that leaves no room for a token in the context: stop with an error, or end its task as invalid and go on."""
+
+
+class EnvironmentConfig(StrictModel):
+    """What a policy acts in, and what scores it."""
+
+    name: str = "sort_digits"
+    """Built-in environment (`sort_digits`, `prompt_reward`), or `module:Class` of your own."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the environment, e.g. `length = 6` for sort_digits."""
+    reward: str | None = None
+    """Reward function for `prompt_reward`: `module:function` taking (completion, row) and returning a float."""
+
+
+class RewardConfig(StrictModel):
+    """Where and how completions are scored."""
+
+    placement: Literal["inline", "workers"] = "inline"
+    """`inline`: in the rollout worker; `workers`: in reward worker processes, for what is expensive."""
+    workers: int = Field(1, ge=1)
+    """Reward worker processes, with placement = workers."""
+    timeout_s: float = Field(30.0, gt=0)
+    """A score that takes longer is invalid (never 0)."""
+    max_concurrent: int = Field(64, ge=1)
+    """Groups that one reward worker scores at a time."""
+
+
+class RolloutConfig(StrictModel):
+    """How completions are sampled."""
+
+    engine: Literal["torch"] = "torch"
+    """Engine that samples; `torch` is built in and runs on a CPU."""
+    workers: int = Field(1, ge=0)
+    """Rollout worker processes that the local launcher starts (0: none, they are started elsewhere)."""
+    group_size: int = Field(8, ge=1)
+    """Trajectories per prompt."""
+    max_new_tokens: int = Field(64, ge=1)
+    """Sampled tokens per turn, at most."""
+    max_turns: int = Field(8, ge=1)
+    """Turns per trajectory, at most."""
+    max_context: int | None = Field(None, ge=2)
+    """Tokens per trajectory, prompt included; unset: the model's context."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature. Behavior logprobs are those of the tempered distribution."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling. Refused below 1: the trainer would need the stored support of every token."""
+    top_k: int = Field(0, ge=0)
+    """Top-k sampling, 0 is off. Refused above 0, for the same reason."""
+    kv: Literal["recompute", "keep"] = "recompute"
+    """At a weight swap: recompute the KV of running requests under the new weights, or keep the old one."""
+    max_running: int = Field(256, ge=1)
+    """Sequences that the engine decodes at a time."""
+    max_groups_in_flight: int = Field(32, ge=1)
+    """Groups that one worker holds at a time."""
+    num_threads: int = Field(1, ge=1)
+    """CPU threads of the engine."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Engine weights and compute."""
+    device: str = "cpu"
+    """torch device of the engine."""

@@ -1,0 +1,68 @@
+"""The config of a whole run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from async_rl.config.base import StrictModel
+from async_rl.config.rollout import DataConfig, EnvironmentConfig, RewardConfig, RolloutConfig
+from async_rl.config.trainer import AlgorithmConfig, CheckpointConfig, StalenessConfig, TrainerConfig, WeightsConfig
+
+
+class ModelConfig(StrictModel):
+    """The policy."""
+
+    path: Path
+    """Directory of a Hugging Face causal LM with its tokenizer (config.json, safetensors, tokenizer.json)."""
+    chat_template: bool = True
+    """Render message prompts with the tokenizer's chat template."""
+
+
+class RedisConfig(StrictModel):
+    """The queue between the roles."""
+
+    url: str = "embedded"
+    """`embedded` (a server of our own in the run directory, unix socket), or a redis://, rediss:// or unix:// address."""
+    max_message_bytes: int = Field(256 * 2**20, ge=1024)
+    """Largest message; a larger one is refused where it is made."""
+    appendfsync: Literal["always", "everysec"] = "always"
+    """Durability of the embedded server."""
+    timeout_s: float = Field(5.0, gt=0)
+    """Longest wait for one answer of the server."""
+    retry_s: float = Field(60.0, gt=0)
+    """How long a role keeps trying to reach a lost server."""
+    lease_s: float = Field(15.0, gt=0)
+    """A worker that made no progress for this long loses its work to others."""
+    max_deliveries: int = Field(3, ge=1)
+    """An entry that was delivered this often without success goes to the dead stream."""
+
+
+class LoggingConfig(StrictModel):
+    """What the roles say."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level written to the run directory and the console."""
+
+
+class RunConfig(StrictModel):
+    """Everything about a run. Written, resolved, to config.toml in the run directory."""
+
+    run_dir: Path = Path("runs/default")
+    """Directory of everything the run writes."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Seed of the run: prompt order, sampling, initial states."""
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    staleness: StalenessConfig = StalenessConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    weights: WeightsConfig = WeightsConfig()
+    redis: RedisConfig = RedisConfig()
+    logging: LoggingConfig = LoggingConfig()

@@ -1,0 +1,108 @@
+"""What learns: staleness, algorithm, trainer, weight push, checkpoints."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from async_rl.config.base import StrictModel
+
+
+class StalenessConfig(StrictModel):
+    """What happens to work that was sampled by an old policy."""
+
+    max_lag: int = Field(4, ge=0)
+    """Oldest behavior policy accepted, in optimizer steps behind the trainer."""
+    stragglers: Literal["mask", "drop"] = "drop"
+    """A trajectory beyond max_lag: `drop` it, or `mask` its too-old tokens and train the rest."""
+
+
+class AlgorithmConfig(StrictModel):
+    """The objective."""
+
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    """Group-relative estimator: (r − mean)/std, r − mean, or leave-one-out."""
+    loss: Literal["decoupled_clip", "clipped_surrogate"] = "decoupled_clip"
+    """`decoupled_clip`: clip against the proximal policy, times a truncated importance weight to the behavior policy;
+    `clipped_surrogate`: PPO clip against the behavior policy itself."""
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    """Ratios are clipped below at 1 − clip_low."""
+    clip_high: float = Field(0.28, gt=0)
+    """Ratios are clipped above at 1 + clip_high."""
+    importance_cap: float = Field(2.0, ge=1)
+    """Importance weights (proximal over behavior) are truncated here."""
+    advantage_eps: float = Field(1e-6, gt=0)
+    """Added to the standard deviation of a group's rewards."""
+
+
+class TrainerConfig(StrictModel):
+    """The optimizer and its batches."""
+
+    world_size: int = Field(1, ge=1)
+    """FSDP2 ranks."""
+    groups_per_step: int = Field(16, ge=1)
+    """Groups per optimizer step."""
+    steps_per_batch: int = Field(1, ge=1)
+    """Optimizer steps taken from one drawn batch of groups_per_step × steps_per_batch groups."""
+    max_steps: int = Field(100, ge=1)
+    """Optimizer steps of the whole run."""
+    max_tokens_per_micro_batch: int = Field(8192, ge=1)
+    """Packed tokens per forward and backward pass; a longer sequence gets a micro-batch of its own."""
+    learning_rate: float = Field(1e-5, gt=0)
+    """Peak learning rate of AdamW."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warm-up from 0."""
+    final_lr_fraction: float = Field(0.1, ge=0, le=1)
+    """Learning rate at max_steps, as a fraction of the peak (linear and cosine)."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's moment decay rates."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's decoupled weight decay."""
+    grad_clip: float = Field(1.0, gt=0)
+    """Global gradient norm is clipped to this."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype; master weights, logits and reductions stay float32."""
+    activation_checkpointing: bool = False
+    """Recompute each layer in the backward pass to save memory."""
+    logprob_chunk_tokens: int = Field(1024, ge=1)
+    """Tokens whose logits are held at a time."""
+    num_threads: int = Field(1, ge=1)
+    """CPU threads per rank."""
+    device: str = "cpu"
+    """torch device type of the ranks: cpu or cuda."""
+    idle_timeout_s: float = Field(600.0, gt=0)
+    """The trainer gives up, and says whom it waited for, when no group arrives for this long."""
+
+
+class CheckpointConfig(StrictModel):
+    """When and how many checkpoints are kept."""
+
+    every_steps: int = Field(50, ge=1)
+    """Optimizer steps between checkpoints; one more is written at the end."""
+    keep: int = Field(3, ge=1)
+    """Newest checkpoints kept."""
+
+
+class WeightsConfig(StrictModel):
+    """How new versions reach the engines."""
+
+    backend: Literal["gloo", "disk"] = "gloo"
+    """Transport of weight pushes."""
+    push_every: int = Field(1, ge=1)
+    """Optimizer steps between pushes."""
+    deadline_s: float = Field(30.0, gt=0)
+    """A push that is not confirmed by then evicts the engines that are late."""
+    wire_dtype: Literal["float32", "bfloat16"] = "float32"
+    """dtype on the wire."""
+    bucket_bytes: int = Field(64 * 2**20, ge=2**16)
+    """Bytes per broadcast."""
+    probe_sequences: int = Field(2, ge=1)
+    """Sequences scored by engine and trainer after each push."""
+    probe_tolerance: float = Field(1e-4, gt=0)
+    """Largest |engine − trainer| logprob accepted on the probe in float32 with kv = recompute; in bfloat16 three times the
+    noise measured at load."""
+    host: str = "127.0.0.1"
+    """Address that the trainer's store binds to and engines connect to."""

@@ -1,0 +1,124 @@
+"""Every error that async-rl raises on purpose. Messages name the field, the value, the bound and the remedy.
+
+AsyncRLError
+├── ConfigError            a setting that cannot work                         (exit code 2)
+├── DataError              a prompt row that cannot be used                   (exit code 3)
+├── ShapeError             tensors that do not fit each other
+├── EngineError            the rollout engine cannot do what was asked
+│   └── NotServing         no complete, proven version is loaded yet
+├── WeightPushError        a push failed or was refused
+│   ├── ManifestMismatch   names, shapes or dtypes differ
+│   └── ProofFailed        the engine does not hold or compute what was pushed
+├── IntakeLogError         the intake log is damaged, or not ours to write
+├── CheckpointError        no complete checkpoint, or one that does not fit
+├── RunDirError            the run directory exists, is missing or is full    (exit code 4)
+├── DeadlineExceeded       who waited for whom, and how long                  (exit code 5)
+└── RoleFailed             a role process ended with an error                 (exit code of the role)
+protocol.errors.ProtocolError and its children are re-exported beside them   (QueueRefused, QueueUnavailable: exit code 6)
+"""
+
+from __future__ import annotations
+
+from protocol.errors import (
+    CodecError,
+    EpochFenced,
+    MessageTooLarge,
+    ProtocolError,
+    QueueFull,
+    QueueRefused,
+    QueueUnavailable,
+)
+
+__all__ = [
+    "AsyncRLError",
+    "CheckpointError",
+    "CodecError",
+    "ConfigError",
+    "DataError",
+    "DeadlineExceeded",
+    "EngineError",
+    "EpochFenced",
+    "IntakeLogError",
+    "ManifestMismatch",
+    "MessageTooLarge",
+    "NotServing",
+    "ProofFailed",
+    "ProtocolError",
+    "QueueFull",
+    "QueueRefused",
+    "QueueUnavailable",
+    "RoleFailed",
+    "RunDirError",
+    "ShapeError",
+    "WeightPushError",
+    "exit_code",
+]
+
+
+class AsyncRLError(Exception):
+    """Base of all errors that async-rl raises on purpose."""
+
+    exit_code = 1
+
+
+class ConfigError(AsyncRLError):
+    exit_code = 2
+
+
+class DataError(AsyncRLError):
+    exit_code = 3
+
+
+class ShapeError(AsyncRLError):
+    pass
+
+
+class EngineError(AsyncRLError):
+    pass
+
+
+class NotServing(EngineError):
+    pass
+
+
+class WeightPushError(AsyncRLError):
+    pass
+
+
+class ManifestMismatch(WeightPushError):
+    pass
+
+
+class ProofFailed(WeightPushError):
+    pass
+
+
+class IntakeLogError(AsyncRLError):
+    exit_code = 4
+
+
+class CheckpointError(AsyncRLError):
+    exit_code = 4
+
+
+class RunDirError(AsyncRLError):
+    exit_code = 4
+
+
+class DeadlineExceeded(AsyncRLError):
+    exit_code = 5
+
+
+class RoleFailed(AsyncRLError):
+    def __init__(self, message: str, *, role_exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = role_exit_code if 0 < role_exit_code < 126 else 1
+
+
+def exit_code(error: BaseException) -> int:
+    """The process exit code that belongs to an error (never 0)."""
+    if isinstance(error, AsyncRLError):
+        return error.exit_code
+    if isinstance(error, QueueRefused | QueueUnavailable):
+        return 6
+    return 1

@@ -1,0 +1,209 @@
+"""What the queue must do, whoever implements it (`redis_streams`, `memory_streams`; one contract suite over both).
+
+Delivery is at least once. Effects are exactly once because every move is one atomic, idempotent operation:
+issue (cursor), publish (the task's first acknowledgement), finish (fenced by the trainer's epoch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+
+class Stream(StrEnum):
+    TASKS = "tasks"
+    UNSCORED = "unscored"
+    GROUPS = "groups"
+    DEAD = "dead"
+
+
+GROUP_OF: Mapping[Stream, str] = {Stream.TASKS: "rollout", Stream.UNSCORED: "reward", Stream.GROUPS: "trainer"}
+"""The consumer group that reads each stream."""
+
+
+class RunState(StrEnum):
+    """Life of a run, as the queue knows it."""
+
+    NEW = "new"  # never opened
+    RUNNING = "running"
+    EXHAUSTED = "exhausted"  # the prompt source has no more rows; what is outstanding still gets done
+    ENDED = "ended"  # nothing is issued or published any more
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One entry handed to one consumer. It is theirs until acknowledged, or until their lease is gone."""
+
+    stream: Stream
+    entry_id: str
+    payload: bytes
+    delivery_count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class IssuedTask:
+    """A task as the coordinator hands it to `issue`."""
+
+    task_id: str
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A finished group together with the entry whose acknowledgement it needs."""
+
+    source: Stream  # TASKS or UNSCORED
+    entry_id: str
+    target: Stream  # UNSCORED or GROUPS
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A group that is in the intake log and may leave the stream."""
+
+    entry_id: str
+    task_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLease:
+    """A live worker, as its heartbeat says."""
+
+    worker_id: str
+    role: str
+    expires_in_s: float
+    info: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamDepth:
+    """What waits in one stream. `length` counts all entries, `pending` those that a consumer holds."""
+
+    length: int
+    pending: int
+    oldest_age_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Where the run stands. All are absolute; `issued` and `cursor` move only by `issue`, the rest only by the trainer."""
+
+    state: RunState
+    epoch: int
+    cursor: int  # rows of the prompt source consumed
+    issued: int  # tasks ever issued
+    discarded: int  # groups ended without being trained
+    outstanding: int  # issued and not yet in the intake log
+
+
+class Streams(Protocol):
+    """The run's queue. Every method may raise `protocol.errors.QueueUnavailable`; none waits without a bound."""
+
+    async def open(self) -> None:
+        """Connect, load scripts, create streams and groups if missing. Idempotent.
+
+        Raises: QueueRefused if the server cannot be used safely (evicting memory policy, too old).
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+    async def server_id(self) -> str:
+        """The server process's run id; it changes when the server restarts or fails over."""
+        ...
+
+    # -- coordinator ---------------------------------------------------------------------------------------------
+    async def issue(self, cursor: int, tasks: Sequence[IssuedTask], *, next_cursor: int) -> bool:
+        """Add `tasks` and move the cursor from `cursor` to `next_cursor`, atomically.
+
+        False, and nothing done, if the cursor is not at `cursor` (somebody already issued) or the run has ended.
+        """
+        ...
+
+    async def mark_exhausted(self, cursor: int) -> bool:
+        """RUNNING → EXHAUSTED if the cursor is still at `cursor`. True if the run is exhausted afterwards."""
+        ...
+
+    async def reissue(self, tasks: Sequence[IssuedTask]) -> int:
+        """After a server lost writes: add those `tasks` that are outstanding. The caller knows they are in no stream."""
+        ...
+
+    async def counters(self) -> Counters: ...
+
+    async def outstanding(self) -> frozenset[str]:
+        """Task ids issued and not yet finished."""
+        ...
+
+    # -- every worker --------------------------------------------------------------------------------------------
+    async def heartbeat(self, worker_id: str, role: str, *, ttl_s: float, info: Mapping[str, str] | None = None) -> None:
+        """Create or renew the worker's lease. Renewal works on a full server."""
+        ...
+
+    async def leave(self, worker_id: str) -> None:
+        """Give up the lease; what the worker still holds can be claimed at once."""
+        ...
+
+    async def workers(self) -> Sequence[WorkerLease]: ...
+
+    async def read(self, stream: Stream, worker_id: str, *, count: int, block_s: float) -> Sequence[Delivery]:
+        """Take up to `count` new entries; an empty result after `block_s` seconds without any (0: do not wait)."""
+        ...
+
+    async def claim(self, stream: Stream, worker_id: str, *, count: int) -> Sequence[Delivery]:
+        """Take entries held by workers whose lease is gone, each with its true delivery count."""
+        ...
+
+    async def own_pending(self, stream: Stream, worker_id: str) -> Sequence[Delivery]:
+        """What this worker already holds (after a reconnect)."""
+        ...
+
+    async def publish(self, publications: Sequence[Publication]) -> Sequence[bool]:
+        """Move each: acknowledge the source entry, delete it, add the group. False: somebody already did (or the run ended)."""
+        ...
+
+    async def bury(self, delivery: Delivery, *, task_id: str | None, reason: str) -> bool:
+        """Move an entry to `dead` with its reason. False if it was not pending any more."""
+        ...
+
+    # -- trainer -------------------------------------------------------------------------------------------------
+    async def raise_epoch(self, at_least: int) -> int:
+        """Start a new trainer incarnation: epoch = max(current + 1, at_least). Works on a full server."""
+        ...
+
+    async def take_over(self, epoch: int, *, count: int) -> Sequence[Delivery]:
+        """Claim group entries held by consumers of older epochs. Raises: EpochFenced."""
+        ...
+
+    async def read_groups(self, epoch: int, *, count: int, block_s: float) -> Sequence[Delivery]:
+        """Read `groups` as the trainer of `epoch`. Raises: EpochFenced."""
+        ...
+
+    async def finish(self, epoch: int, finished: Sequence[Finished]) -> None:
+        """The groups are in the log: acknowledge, delete, remove from outstanding. Works on a full server. Raises: EpochFenced."""
+        ...
+
+    async def report(self, epoch: int, *, discarded: int) -> None:
+        """Set the absolute count of groups that ended untrained (from the log's step records). Raises: EpochFenced."""
+        ...
+
+    async def end_run(self, epoch: int) -> frozenset[str]:
+        """→ ENDED; returns what was outstanding. Idempotent. Raises: EpochFenced."""
+        ...
+
+    async def clear(self, epoch: int) -> None:
+        """After the end is in the log: empty the streams and `outstanding`. Raises: EpochFenced."""
+        ...
+
+    async def reopen(self, epoch: int) -> None:
+        """ENDED → RUNNING, to train an ended run further. Raises: EpochFenced."""
+        ...
+
+    # -- people and monitors -------------------------------------------------------------------------------------
+    async def depths(self) -> Mapping[Stream, StreamDepth]: ...
+
+    async def dead_entries(self, *, count: int) -> Sequence[tuple[Delivery, str]]:
+        """Entries in `dead` with their reasons, oldest first."""
+        ...
