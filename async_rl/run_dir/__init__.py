@@ -1,0 +1,1 @@
+"""The run directory: its layout, the intake log, and the files that everybody reads."""
