@@ -1,0 +1,111 @@
+"""Load a causal LM and its tokenizer from a local Hugging Face directory, with errors that name the file and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as hf_logging
+
+from async_rl.errors import ConfigError, DataError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+def load_causal_lm(
+    path: Path | str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    attn: str | None = None,
+) -> PreTrainedModel:
+    """Load any Hugging Face causal LM in eval mode (dropout off), from safetensors only, never from the network.
+
+    attn: name of an attention implementation registered with transformers; None takes the model's default.
+    Raises: DataError if the directory or one of its files is missing or unreadable; ConfigError if the model is of a kind
+    that cannot be trained or sampled as a causal LM, or does not fit `attn` or `device`.
+    """
+    directory = _model_directory(path)
+    if not any(directory.glob("*.safetensors")):
+        raise DataError(
+            f"model.path={directory} has no *.safetensors file; save the model with save_pretrained "
+            "(pickled .bin weights are refused)"
+        )
+    try:
+        with no_progress_bars():
+            model, info = cast(Any, AutoModelForCausalLM).from_pretrained(
+                directory,
+                dtype=dtype,
+                attn_implementation=attn,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except (ValueError, ImportError, NotImplementedError) as error:
+        raise ConfigError(f"model.path={directory} cannot be loaded as a causal LM: {_first_line(error)}") from error
+    except Exception as error:  # safetensors, OS and size errors share no base class
+        raise DataError(f"model.path={directory} is damaged or incomplete: {_first_line(error)}") from error
+    _refuse_made_up_weights(directory, info)
+    try:
+        return cast(PreTrainedModel, model.to(device).eval())
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device={device} cannot hold the model: {_first_line(error)}") from error
+
+
+def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer beside a model.
+
+    Raises: DataError if the directory has no readable tokenizer.
+    """
+    directory = _model_directory(path)
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        raise DataError(f"model.path={directory} has no tokenizer.json; save it there with tokenizer.save_pretrained")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise DataError(f"the tokenizer in model.path={directory} cannot be read: {_first_line(error)}") from error
+    return cast(PreTrainedTokenizerBase, tokenizer)
+
+
+def _model_directory(path: Path | str) -> Path:
+    directory = Path(path)
+    if not directory.is_dir():
+        what = "is not a directory" if directory.exists() else "does not exist"
+        raise DataError(f"model.path={directory} {what}; give the directory of a Hugging Face causal LM")
+    if not (directory / "config.json").is_file():
+        raise DataError(f"model.path={directory} has no config.json; give the directory of a Hugging Face causal LM")
+    return directory
+
+
+def _refuse_made_up_weights(directory: Path, info: dict[str, Any]) -> None:
+    """transformers only warns when it fills a tensor that the file lacks, or has in another shape, with random numbers."""
+    missing = sorted(str(key) for key in [*info["missing_keys"], *info["mismatched_keys"]])
+    if missing:
+        raise DataError(
+            f"model.path={directory} lacks {len(missing)} of the model's tensors or has them in another shape "
+            f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); save the whole model with save_pretrained"
+        )
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing on standard error while it loads or saves."""
+    enabled = hf_logging.is_progress_bar_enabled()
+    disable: Callable[[], None] = hf_logging.disable_progress_bar
+    enable: Callable[[], None] = hf_logging.enable_progress_bar
+    disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            enable()
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
