@@ -1,0 +1,49 @@
+"""What a display is told about the roles of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class RoleState:
+    """One role process, now."""
+
+    name: str
+    pid: int
+    exit_code: int | None  # None: running
+
+    @property
+    def label(self) -> str:
+        if self.exit_code is None:
+            return "running"
+        return "done" if self.exit_code == 0 else f"failed ({self.exit_code})"
+
+
+class Display(Protocol):
+    """Shows a run while it goes on."""
+
+    def note(self, text: str) -> None:
+        """Say something that stays on the screen."""
+        ...
+
+    def update(self, roles: Sequence[RoleState]) -> None:
+        """Called several times a second; does what is due."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Silent:
+    """A display that shows nothing."""
+
+    def note(self, text: str) -> None:
+        del text
+
+    def update(self, roles: Sequence[RoleState]) -> None:
+        del roles
+
+    def close(self) -> None:
+        return
