@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
@@ -14,7 +13,8 @@ class DataConfig(StrictModel):
     """Where prompts come from."""
 
     source: str = "environment"
-    """`environment` (the built-in task's own rows), or a path: a .jsonl or .parquet file, or a Hugging Face dataset directory."""
+    """`environment` (the built-in task's own rows), or a path: a .jsonl or .parquet file, or a Hugging Face dataset
+    directory."""
     split: str = "train"
     """Split to read from a Hugging Face dataset directory; other sources have one split."""
     prompt_column: str = "prompt"

@@ -15,7 +15,7 @@ from async_rl.config.trainer import AlgorithmConfig, CheckpointConfig, Staleness
 class ModelConfig(StrictModel):
     """The policy."""
 
-    path: Path
+    path: Path = Field(strict=False)
     """Directory of a Hugging Face causal LM with its tokenizer (config.json, safetensors, tokenizer.json)."""
     chat_template: bool = True
     """Render message prompts with the tokenizer's chat template."""
@@ -50,7 +50,7 @@ class LoggingConfig(StrictModel):
 class RunConfig(StrictModel):
     """Everything about a run. Written, resolved, to config.toml in the run directory."""
 
-    run_dir: Path = Path("runs/default")
+    run_dir: Path = Field(Path("runs/default"), strict=False)
     """Directory of everything the run writes."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the run: prompt order, sampling, initial states."""

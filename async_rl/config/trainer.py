@@ -57,7 +57,7 @@ class TrainerConfig(StrictModel):
     """Steps of linear warm-up from 0."""
     final_lr_fraction: float = Field(0.1, ge=0, le=1)
     """Learning rate at max_steps, as a fraction of the peak (linear and cosine)."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, float] = Field((0.9, 0.999), strict=False)
     """AdamW's moment decay rates."""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's decoupled weight decay."""

@@ -1,0 +1,147 @@
+"""What cannot work across sections is refused before anything starts, every problem at once. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+from async_rl.config.run import RunConfig
+from async_rl.errors import ConfigError
+
+Check: TypeAlias = Callable[[RunConfig], Iterator[str]]
+
+
+def check(config: RunConfig) -> None:
+    """Raises: ConfigError naming field, value, bound and remedy of everything in `config` that cannot work."""
+    problems = [problem for rule in CHECKS for problem in rule(config)]
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    if problems:
+        raise ConfigError(f"{len(problems)} settings that cannot work:\n" + "\n".join(f"  {problem}" for problem in problems))
+
+
+def _truncated_sampling(config: RunConfig) -> Iterator[str]:
+    """Behavior logprobs of a truncated distribution need the support that each token was sampled from; none is stored."""
+    why = "the trainer would need the stored support of every token to compute the same probabilities"
+    if config.rollout.top_p < 1:
+        yield f"rollout.top_p={config.rollout.top_p} is below 1.0: {why}; set rollout.top_p=1.0"
+    if config.rollout.top_k > 0:
+        yield f"rollout.top_k={config.rollout.top_k} is above 0: {why}; set rollout.top_k=0"
+
+
+def _group_size(config: RunConfig) -> Iterator[str]:
+    size, estimator = config.rollout.group_size, config.algorithm.advantage
+    if size < 2:
+        yield (
+            f"rollout.group_size={size} is below 2 with algorithm.advantage={estimator!r}: a group-relative estimator compares "
+            f"the members of a group, and the advantage of a group of one is always 0; set rollout.group_size=2 or more"
+        )
+
+
+def _lag_of_one_batch(config: RunConfig) -> Iterator[str]:
+    """The last of m steps from one drawn batch is m − 1 steps further than the first, on weights up to push_every − 1 old."""
+    push_every, steps, max_lag = config.weights.push_every, config.trainer.steps_per_batch, config.staleness.max_lag
+    needed = push_every + steps - 2
+    if needed <= max_lag:
+        return
+    if steps == 1:
+        yield (
+            f"weights.push_every={push_every} exceeds staleness.max_lag + 1 = {max_lag + 1}: engines would fall behind by "
+            f"{needed} steps between two pushes; raise staleness.max_lag to {needed} or push more often"
+        )
+    elif push_every == 1:
+        yield (
+            f"trainer.steps_per_batch={steps} exceeds staleness.max_lag + 1 = {max_lag + 1}: the last step of a drawn batch "
+            f"trains data that is {needed} steps old; raise staleness.max_lag to {needed} or set "
+            f"trainer.steps_per_batch={max_lag + 1}"
+        )
+    else:
+        yield (
+            f"weights.push_every={push_every} and trainer.steps_per_batch={steps} need staleness.max_lag >= push_every + "
+            f"steps_per_batch - 2 = {needed}, but it is {max_lag}; raise staleness.max_lag to {needed}, push more often or "
+            f"take fewer steps from a batch"
+        )
+
+
+def _context(config: RunConfig) -> Iterator[str]:
+    context, new = config.rollout.max_context, config.rollout.max_new_tokens
+    if context is not None and new >= context:
+        yield (
+            f"rollout.max_new_tokens={new} leaves no room for a prompt in rollout.max_context={context}; "
+            f"set rollout.max_new_tokens below {context} or raise rollout.max_context"
+        )
+
+
+def _engine_capacity(config: RunConfig) -> Iterator[str]:
+    """All members of a group are sampled under one lease: a group that cannot run at once would outlive it half-sampled."""
+    size, running = config.rollout.group_size, config.rollout.max_running
+    if size > running:
+        yield (
+            f"rollout.group_size={size} exceeds rollout.max_running={running}: a whole group must fit into the engine; "
+            f"raise rollout.max_running to {size} or lower rollout.group_size"
+        )
+
+
+def _rewards(config: RunConfig) -> Iterator[str]:
+    name, reward = config.environment.name, config.environment.reward
+    if name == "prompt_reward" and reward is None:
+        yield (
+            "environment.reward is not set with environment.name='prompt_reward': nothing would score the completions; "
+            "set environment.reward to module:function"
+        )
+    if name == "sort_digits" and reward is not None:
+        yield (
+            f"environment.reward={reward!r} has no effect with environment.name='sort_digits', which scores by itself; "
+            f"remove it or set environment.name='prompt_reward'"
+        )
+    for key, value in (("environment.reward", reward), ("environment.name", name if ":" in name else None)):
+        if value is not None and not all(value.partition(":")[::2]):
+            yield f"{key}={value!r} is no module:name reference; write it as package.module:name"
+
+
+def _data(config: RunConfig) -> Iterator[str]:
+    if config.data.source == "environment" and config.environment.name == "prompt_reward":
+        yield (
+            "data.source='environment' with environment.name='prompt_reward', which brings no prompts of its own; "
+            "set data.source to a .jsonl or .parquet file or a dataset directory"
+        )
+
+
+def _schedule(config: RunConfig) -> Iterator[str]:
+    warmup, steps = config.trainer.warmup_steps, config.trainer.max_steps
+    if warmup > 0 and warmup >= steps:
+        yield (
+            f"trainer.warmup_steps={warmup} is not below trainer.max_steps={steps}: the learning rate would never reach its "
+            f"peak; lower trainer.warmup_steps or raise trainer.max_steps"
+        )
+
+
+def _redis(config: RunConfig) -> Iterator[str]:
+    schemes = ("redis://", "rediss://", "unix://")
+    if config.redis.url != "embedded" and not config.redis.url.startswith(schemes):
+        shown = config.redis.url.partition("@")[2] or config.redis.url
+        yield f"redis.url={shown!r} is no address of a server; use 'embedded' or one that starts with {', '.join(schemes)}"
+
+
+def _world_size(config: RunConfig) -> Iterator[str]:
+    size, groups = config.trainer.world_size, config.trainer.groups_per_step
+    trajectories = groups * config.rollout.group_size
+    if size > trajectories:
+        yield (
+            f"trainer.world_size={size} exceeds the {trajectories} trajectories of a step (trainer.groups_per_step={groups} × "
+            f"rollout.group_size={config.rollout.group_size}): some ranks would never have work; lower trainer.world_size"
+        )
+
+
+CHECKS: Sequence[Check] = (
+    _truncated_sampling,
+    _group_size,
+    _lag_of_one_batch,
+    _context,
+    _engine_capacity,
+    _rewards,
+    _data,
+    _schedule,
+    _redis,
+    _world_size,
+)
