@@ -1,0 +1,94 @@
+"""From a judged group to flat tokens with credit. Numpy only: tensors begin at packing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from async_rl.algorithms.staleness import GroupVerdict, Verdict
+from async_rl.errors import ShapeError
+from protocol.messages import Float32Array, Int32Array, Trajectory, TrajectoryGroup
+from protocol.versions import VersionSpan
+
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainingSample:
+    """One trajectory as the step trains it. All arrays are [T] and aligned: position t holds what belongs to token t.
+
+    token_ids: int32. loss_mask: bool, True where trained; never the first token, which has nothing before it.
+    behavior_logprobs: float32, nats at `temperature`. advantages: float32, 0 where not trained.
+    versions: of the sampled tokens, for metrics. task_id, member: which trajectory of which group it is.
+    """
+
+    token_ids: Int32Array
+    loss_mask: BoolArray
+    behavior_logprobs: Float32Array
+    advantages: Float32Array
+    temperature: float
+    versions: tuple[VersionSpan, ...]
+    task_id: str
+    member: int
+
+    def __post_init__(self) -> None:
+        shape = self.token_ids.shape
+        if len(shape) != 1 or not shape == self.loss_mask.shape == self.behavior_logprobs.shape == self.advantages.shape:
+            raise ShapeError(
+                f"sample {self.task_id}[{self.member}]: token_ids {shape}, loss_mask {self.loss_mask.shape}, "
+                f"behavior_logprobs {self.behavior_logprobs.shape}, advantages {self.advantages.shape} must be one [T]"
+            )
+        if shape[0] == 0 or self.loss_mask[0]:
+            raise ShapeError(f"sample {self.task_id}[{self.member}]: needs a first token, and that one cannot be trained")
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+def to_training_samples(group: TrajectoryGroup, verdict: GroupVerdict, advantages: npt.ArrayLike) -> list[TrainingSample]:
+    """Return a sample for each trajectory of `group` that trains, in order; `advantages` [G] credit whole trajectories.
+
+    Too-old tokens of a masked trajectory leave the loss mask and stay as context. Tokens after the last trained one are cut
+    off: nothing depends on them.
+    Raises: ShapeError if verdict and advantages are not one per trajectory.
+    """
+    advantages_G = np.asarray(advantages, dtype=np.float64)
+    if not advantages_G.shape == (len(group.trajectories),) == (len(verdict.trajectories),):
+        raise ShapeError(
+            f"group {group.task_id} has {len(group.trajectories)} trajectories, {len(verdict.trajectories)} verdicts and "
+            f"advantages {advantages_G.shape}: one of each per trajectory is needed"
+        )
+    oldest_trained = verdict.oldest_trained_version
+    samples: list[TrainingSample] = []
+    for member, (trajectory, decision) in enumerate(zip(group.trajectories, verdict.trajectories, strict=True)):
+        if not decision.trains:
+            continue
+        mask = trajectory.loss_mask != 0
+        if decision.verdict is Verdict.MASK:
+            _clear_older(mask, trajectory.versions, oldest_trained)
+        samples.append(_sample(trajectory, mask, float(advantages_G[member]), group.task_id, member))
+    return samples
+
+
+def _clear_older(mask: BoolArray, versions: tuple[VersionSpan, ...], oldest_trained: int) -> None:
+    for span in versions:
+        if span.kv_version < oldest_trained:
+            mask[span.start : span.end] = False
+
+
+def _sample(trajectory: Trajectory, mask: BoolArray, advantage: float, task_id: str, member: int) -> TrainingSample:
+    end = len(mask) if mask[-1] else len(mask) - int(mask[::-1].argmax())
+    mask = mask[:end]
+    return TrainingSample(
+        token_ids=trajectory.token_ids[:end],
+        loss_mask=mask,
+        behavior_logprobs=trajectory.behavior_logprobs[:end],
+        advantages=np.multiply(mask, advantage, dtype=np.float32),
+        temperature=trajectory.sampling.temperature,
+        versions=trajectory.versions,
+        task_id=task_id,
+        member=member,
+    )
