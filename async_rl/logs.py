@@ -51,6 +51,7 @@ class Event(StrEnum):
     WORKER_LOST = "worker.lost"
     TASK_DEAD = "task.dead"
     TASK_RECLAIMED = "task.reclaimed"
+    DUPLICATE_WORK = "work.duplicate"
     DATA_EXHAUSTED = "data.exhausted"
     PROMPT_SKIPPED = "prompt.skipped"
     GROUP_DROPPED = "group.dropped"

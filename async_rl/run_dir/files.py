@@ -16,7 +16,8 @@ class JsonLinesWriter:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        mend_tail(path)
+        if not ends_with_newline(path):
+            os.write(self._descriptor, b"\n")  # a crash cut the last line short; start on a line of our own
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a record; numbers that JSON cannot hold (NaN, infinities) become null."""
@@ -27,14 +28,13 @@ class JsonLinesWriter:
         os.close(self._descriptor)
 
 
-def mend_tail(path: Path) -> None:
-    """End a last line that a crash cut short, so that the next record starts on a line of its own."""
-    with path.open("rb+") as file:
-        size = file.seek(0, os.SEEK_END)
-        if size:
-            file.seek(size - 1)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
+def ends_with_newline(path: Path) -> bool:
+    """Whether the file is empty or its last line is whole."""
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
 
 
 def finite(value: Any) -> Any:

@@ -122,7 +122,9 @@ def open_run(root: Path) -> tuple[RunLayout, RunIdentity]:
     except (ValueError, TypeError) as error:
         raise RunDirError(f"{layout.run_json} is damaged: {error}") from error
     if identity.schema_version != RUN_SCHEMA_VERSION:
-        raise RunDirError(f"{layout.run_json} has schema_version={identity.schema_version}, this version reads {RUN_SCHEMA_VERSION}")
+        raise RunDirError(
+            f"{layout.run_json} has schema_version={identity.schema_version}, this version reads {RUN_SCHEMA_VERSION}"
+        )
     return layout, identity
 
 

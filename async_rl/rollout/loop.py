@@ -1,0 +1,258 @@
+"""The rollout worker's loop: lease tasks, sample their groups beside each other, publish what is finished.
+
+Waits are three and named: for the first version to be served, for tasks, and for the queue to take what was sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from async_rl.errors import CodecError, MessageTooLarge, QueueFull
+from async_rl.logs import Event, get_logger
+from async_rl.registry.versions import VersionRegistry
+from async_rl.rollout.engine import RolloutEngine
+from async_rl.rollout.group import GroupRollout
+from async_rl.run_dir.files import JsonLinesWriter
+from protocol.codec import decode_task, encode
+from protocol.messages import PromptTask, TrajectoryGroup
+from protocol.streams import Delivery, Publication, RunState, Stream, Streams
+
+READ_BLOCK_S = 1.0
+METRICS_EVERY_S = 2.0
+FULL_RETRY_S = 0.2
+PUBLISH_BATCH = 64
+
+
+class WeightReceiver(Protocol):
+    """Takes weight pushes for as long as it runs (weights.receiver.Receiver)."""
+
+    async def run(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSettings:
+    """What the loop itself needs to know."""
+
+    worker_id: str
+    max_groups_in_flight: int
+    lease_s: float
+    max_deliveries: int
+    unscored: bool  # publish to `unscored`, for reward workers
+    metrics_path: Path | None = None
+
+
+class RolloutLoop:
+    """Runs until the run has ended, or until `stop()`; then finishes what it holds and leaves."""
+
+    def __init__(
+        self,
+        streams: Streams,
+        registry: VersionRegistry,
+        engine: RolloutEngine,
+        rollout: GroupRollout,
+        receiver: WeightReceiver,
+        settings: RolloutSettings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._streams = streams
+        self._registry = registry
+        self._engine = engine
+        self._rollout = rollout
+        self._receiver = receiver
+        self._settings = settings
+        self._clock = clock
+        self._log = get_logger()
+        self._in_flight: set[asyncio.Task[None]] = set()
+        self._finished: asyncio.Queue[tuple[Delivery, PromptTask, TrajectoryGroup]] = asyncio.Queue()
+        self._room = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._usage = _Usage(clock)
+        self._target = Stream.UNSCORED if settings.unscored else Stream.GROUPS
+
+    def stop(self) -> None:
+        """Drain: take nothing new, finish and publish what is held, leave."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Serve tasks. Raises: EngineError, DataError, QueueUnavailable; what was held stays in the queue for others."""
+        worker_id = self._settings.worker_id
+        await self._streams.open()
+        await self._streams.heartbeat(worker_id, "rollout", ttl_s=self._settings.lease_s)
+        await self._registry.join(self._engine.engine_id, worker_id)
+        async with asyncio.TaskGroup() as background:
+            helpers = [
+                background.create_task(self._heartbeat()),
+                background.create_task(self._receiver.run()),
+                background.create_task(self._publish_finished()),
+                background.create_task(self._write_metrics()),
+            ]
+            async with asyncio.TaskGroup() as groups:
+                await self._take_tasks(groups)
+            await self._finished.join()
+            for helper in helpers:
+                helper.cancel()
+        await self._registry.leave(self._engine.engine_id)
+        await self._streams.leave(worker_id)
+
+    async def _take_tasks(self, groups: asyncio.TaskGroup) -> None:
+        last_claim = self._clock()
+        while not self._stopping.is_set():
+            if not await self._has_room():
+                continue
+            count = self._settings.max_groups_in_flight - len(self._in_flight)
+            deliveries = await self._streams.read(Stream.TASKS, self._settings.worker_id, count=count, block_s=READ_BLOCK_S)
+            if not deliveries and (await self._streams.counters()).state is RunState.ENDED:
+                self._log.info(Event.RUN_ENDED)
+                return
+            if self._clock() - last_claim >= self._settings.lease_s / 2:
+                last_claim = self._clock()
+                deliveries = [*deliveries, *await self._streams.claim(Stream.TASKS, self._settings.worker_id, count=count)]
+            for delivery in deliveries:
+                self._start(groups, delivery)
+
+    async def _has_room(self) -> bool:
+        """Wait, at most READ_BLOCK_S, until the engine serves a version and a group may start."""
+        if self._engine.serving_version is not None and len(self._in_flight) < self._settings.max_groups_in_flight:
+            return True
+        self._room.clear()
+        try:
+            async with asyncio.timeout(0.05 if self._engine.serving_version is None else READ_BLOCK_S):
+                await self._room.wait()
+        except TimeoutError:
+            if (await self._streams.counters()).state is RunState.ENDED:
+                self._stopping.set()
+        return False
+
+    def _start(self, groups: asyncio.TaskGroup, delivery: Delivery) -> None:
+        self._usage.begin(len(self._in_flight))
+        task = groups.create_task(self._serve(delivery))
+        self._in_flight.add(task)
+        task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._in_flight.discard(task)
+        self._usage.end(len(self._in_flight))
+        self._room.set()
+
+    async def _serve(self, delivery: Delivery) -> None:
+        if delivery.delivery_count > self._settings.max_deliveries:
+            await self._bury(delivery, None, f"delivered {delivery.delivery_count} times without success")
+            return
+        try:
+            task = decode_task(delivery.payload)
+        except CodecError as error:
+            await self._bury(delivery, None, f"unreadable task: {error}")
+            return
+        group = await self._rollout.run(task)
+        self._usage.count(group)
+        self._finished.put_nowait((delivery, task, group))
+
+    async def _publish_finished(self) -> None:
+        while True:
+            batch = [await self._finished.get()]
+            while len(batch) < PUBLISH_BATCH and not self._finished.empty():
+                batch.append(self._finished.get_nowait())
+            await self._publish(batch)
+            for _ in batch:
+                self._finished.task_done()
+
+    async def _publish(self, batch: Sequence[tuple[Delivery, PromptTask, TrajectoryGroup]]) -> None:
+        publications: list[Publication] = []
+        for delivery, _, group in batch:
+            target = Stream.GROUPS if group.is_scored else self._target
+            publications.append(Publication(Stream.TASKS, delivery.entry_id, target, encode(group)))
+        try:
+            accepted = await self._send(publications)
+        except MessageTooLarge as error:
+            if len(batch) == 1:
+                await self._bury(batch[0][0], batch[0][1].task_id, str(error))
+            else:
+                for one in batch:
+                    await self._publish([one])
+            return
+        for (_, task, _), fresh in zip(batch, accepted, strict=True):
+            if not fresh:
+                self._usage.duplicates += 1
+                self._log.info(Event.DUPLICATE_WORK, task_id=task.task_id)
+
+    async def _send(self, publications: Sequence[Publication]) -> Sequence[bool]:
+        """Publish; while the server is full, wait: sampled work is never thrown away."""
+        said = False
+        while True:
+            try:
+                return await self._streams.publish(publications)
+            except QueueFull as error:
+                if not said:
+                    self._log.warning(Event.QUEUE_FULL, waiting="to publish", error=str(error))
+                    said = True
+                await asyncio.sleep(FULL_RETRY_S)
+
+    async def _bury(self, delivery: Delivery, task_id: str | None, reason: str) -> None:
+        self._log.error(Event.TASK_DEAD, task_id=task_id, entry_id=delivery.entry_id, reason=reason)
+        await self._streams.bury(delivery, task_id=task_id, reason=reason)
+
+    async def _heartbeat(self) -> None:
+        """Renew the lease from the loop itself: a loop that hangs loses its work to others."""
+        while True:
+            version = self._engine.serving_version
+            info = {"in_flight": str(len(self._in_flight)), "serving_version": "" if version is None else str(version)}
+            await self._streams.heartbeat(self._settings.worker_id, "rollout", ttl_s=self._settings.lease_s, info=info)
+            await asyncio.sleep(self._settings.lease_s / 4)
+
+    async def _write_metrics(self) -> None:
+        if self._settings.metrics_path is None:
+            return
+        writer = JsonLinesWriter(self._settings.metrics_path)
+        try:
+            while True:
+                await asyncio.sleep(METRICS_EVERY_S)
+                writer.write(self._usage.snapshot())
+        finally:
+            writer.write(self._usage.snapshot())
+            writer.close()
+
+
+class _Usage:
+    """Busy time (any group in flight), idle time, and what was sampled."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._started = clock()
+        self._busy_since: float | None = None
+        self._busy_s = 0.0
+        self.duplicates = 0
+        self.groups = 0
+        self.tokens = 0
+
+    def begin(self, in_flight_before: int) -> None:
+        if in_flight_before == 0:
+            self._busy_since = self._clock()
+
+    def end(self, in_flight_after: int) -> None:
+        if in_flight_after == 0 and self._busy_since is not None:
+            self._busy_s += self._clock() - self._busy_since
+            self._busy_since = None
+
+    def count(self, group: TrajectoryGroup) -> None:
+        self.groups += 1
+        self.tokens += sum(trajectory.num_sampled for trajectory in group.trajectories)
+
+    def snapshot(self) -> dict[str, float | int]:
+        now = self._clock()
+        busy = self._busy_s + (now - self._busy_since if self._busy_since is not None else 0.0)
+        total = now - self._started
+        return {
+            "time_s": time.time(),
+            "seconds": total,
+            "busy_s": busy,
+            "idle_s": total - busy,
+            "groups": self.groups,
+            "tokens": self.tokens,
+            "duplicates": self.duplicates,
+        }
