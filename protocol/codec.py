@@ -1,0 +1,313 @@
+"""Messages to bytes and back: msgpack maps with raw arrays, every field named, typed and checked in both directions.
+
+A frame is `{"schema": SCHEMA_VERSION, "kind": "prompt_task" | "trajectory_group", "body": {...}}`. Spans and turns are
+short lists, everything else is a map from field name to value. See docs/wire-protocol.md.
+
+What cannot be true (lengths that differ, a span outside its tokens) is refused here. What is merely bad (NaN logprobs,
+nothing sampled) passes: the trainer quarantines it with a reason instead of losing it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from protocol.errors import CodecError
+from protocol.messages import (
+    SCHEMA_VERSION,
+    FinishReason,
+    Message,
+    PromptTask,
+    Reward,
+    SamplingParams,
+    Timings,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+)
+from protocol.packing import check_json, nearest, pack, pack_array, pack_unchecked, unpack, unpack_unchecked
+from protocol.records import (
+    FieldError,
+    Record,
+    anything,
+    each,
+    integer,
+    mapping,
+    number,
+    optional_number,
+    optional_text,
+    sequence,
+    shown,
+    text,
+    under,
+)
+from protocol.versions import VersionSpan
+
+__all__ = ["check_trajectory", "decode", "decode_group", "decode_task", "encode", "pack", "unpack"]
+
+_INT32, _FLOAT32, _UINT8 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
+_FINISH = {reason.value: reason for reason in FinishReason}
+_TASK_KIND, _GROUP_KIND = "prompt_task", "trajectory_group"
+
+# Names and order are the dataclasses' own (a test compares them).
+FRAME = Record(schema=integer, kind=text, body=anything)
+TASK = Record(
+    run_id=text, task_id=text, source=text, data_epoch=integer, row=integer, repeat=integer, prompt=anything, columns=anything,
+    environment=text, group_size=integer, seed=integer, temperature=number, max_new_tokens=integer, issued_at_s=number,
+)  # fmt: skip
+GROUP = Record(task=anything, trajectories=anything, started_version=integer, published_at_s=number)
+TRAJECTORY = Record(
+    token_ids=anything, loss_mask=anything, behavior_logprobs=anything, versions=anything, sampling=anything, turns=anything,
+    finish_reason=anything, timings=anything, worker_id=text, engine_id=text, reward=anything,
+)  # fmt: skip
+SAMPLING = Record(
+    temperature=number, max_new_tokens=integer, seed=integer, stop_token_ids=anything, top_p=number, top_k=integer
+)  # fmt: skip
+TIMINGS = Record(
+    started_at_s=number, finished_at_s=number, queued_s=number, generate_s=number, environment_s=number, reward_s=number
+)  # fmt: skip
+REWARD = Record(value=optional_number, components=anything, invalid_reason=optional_text, error_type=optional_text)
+
+
+# -- public ------------------------------------------------------------------------------------------------------
+def encode(message: Message) -> bytes:
+    """The message's frame. Raises: CodecError naming the field."""
+    if isinstance(message, TrajectoryGroup):
+        kind, body = _GROUP_KIND, under(_GROUP_KIND, _pack_group, message)
+    elif isinstance(message, PromptTask):
+        kind, body = _TASK_KIND, under(_TASK_KIND, _pack_task, message)
+    else:
+        raise CodecError(f"{type(message).__name__} is not a message; messages: PromptTask, TrajectoryGroup")
+    return pack_unchecked({"schema": SCHEMA_VERSION, "kind": kind, "body": body})
+
+
+def decode(payload: bytes | memoryview) -> Message:
+    """The frame's message; its arrays are read-only views. Raises: CodecError naming what and where."""
+    frame = unpack_unchecked(payload)
+    if frame.__class__ is not dict:
+        raise CodecError(f"frame is a {type(frame).__name__}, not a map of schema, kind and body")
+    if "schema" in frame and frame["schema"] != SCHEMA_VERSION:
+        raise CodecError(
+            f"schema version {frame['schema']!r} is not known; this reader knows {SCHEMA_VERSION}: run one release everywhere"
+        )
+    _, kind, body = FRAME.read(frame)
+    if kind == _GROUP_KIND:
+        return under(kind, _read_group, body)
+    if kind == _TASK_KIND:
+        return under(kind, _read_task, body)
+    raise CodecError(f"unknown kind {kind!r}{nearest(kind, (_TASK_KIND, _GROUP_KIND))}")
+
+
+def decode_task(payload: bytes | memoryview) -> PromptTask:
+    """Like `decode`; refuses everything but a PromptTask."""
+    message = decode(payload)
+    if not isinstance(message, PromptTask):
+        raise CodecError(f"expected a {_TASK_KIND}, got a {_GROUP_KIND}")
+    return message
+
+
+def decode_group(payload: bytes | memoryview) -> TrajectoryGroup:
+    """Like `decode`; refuses everything but a TrajectoryGroup."""
+    message = decode(payload)
+    if not isinstance(message, TrajectoryGroup):
+        raise CodecError(f"expected a {_GROUP_KIND}, got a {_TASK_KIND}")
+    return message
+
+
+# -- to maps -----------------------------------------------------------------------------------------------------
+def _pack_task(task: PromptTask) -> dict[str, Any]:
+    body = TASK.pack(task)
+    prompt = body["prompt"] = task.prompt if isinstance(task.prompt, str) else list(task.prompt)
+    check_json(prompt, "prompt")
+    columns = body["columns"] = dict(task.columns)
+    check_json(columns, "columns")
+    return body
+
+
+def _pack_group(group: TrajectoryGroup) -> dict[str, Any]:
+    body = GROUP.pack(group)
+    body["task"] = under("task", _pack_task, group.task)
+    body["trajectories"] = each("trajectories", _pack_trajectory, group.trajectories)
+    return body
+
+
+def _pack_trajectory(t: Trajectory) -> dict[str, Any]:
+    body = TRAJECTORY.pack(t)
+    body["token_ids"] = under("token_ids", pack_array, t.token_ids, _INT32)
+    body["loss_mask"] = under("loss_mask", pack_array, t.loss_mask, _UINT8)
+    body["behavior_logprobs"] = under("behavior_logprobs", pack_array, t.behavior_logprobs, _FLOAT32)
+    check_trajectory(t)
+    body["versions"] = each("versions", _pack_span, t.versions)
+    body["sampling"] = under("sampling", _pack_sampling, t.sampling)
+    body["turns"] = each("turns", _pack_turn, t.turns)
+    body["finish_reason"] = t.finish_reason.value
+    body["timings"] = under("timings", TIMINGS.pack, t.timings)
+    body["reward"] = None if t.reward is None else under("reward", _pack_reward, t.reward)
+    return body
+
+
+def _pack_span(span: VersionSpan) -> list[int]:
+    return [integer(span.start, "start"), integer(span.end, "end"),
+            integer(span.version, "version"), integer(span.kv_version, "kv_version")]  # fmt: skip
+
+
+def _pack_turn(turn: Turn) -> list[Any]:
+    return [integer(turn.start, "start"), integer(turn.end, "end"), turn.finish_reason.value]
+
+
+def _pack_sampling(sampling: SamplingParams) -> dict[str, Any]:
+    body = SAMPLING.pack(sampling)
+    body["stop_token_ids"] = [integer(token_id, "stop_token_ids") for token_id in sampling.stop_token_ids]
+    return body
+
+
+def _pack_reward(reward: Reward) -> dict[str, Any]:
+    body = REWARD.pack(reward)
+    body["components"] = _components(reward.components)
+    return body
+
+
+# -- from maps ---------------------------------------------------------------------------------------------------
+def _read_task(body: Any) -> PromptTask:
+    task = PromptTask(*TASK.read(body))
+    check_json(mapping(task.columns, "columns"), "columns")
+    if isinstance(task.prompt, str):
+        return task
+    prompt = sequence(task.prompt, "prompt")
+    for index, chat_message in enumerate(prompt):
+        check_json(mapping(chat_message, f"prompt[{index}]"), f"prompt[{index}]")
+    return replace(task, prompt=tuple(prompt))
+
+
+def _read_group(body: Any) -> TrajectoryGroup:
+    task, trajectories, started_version, published_at_s = GROUP.read(body)
+    return TrajectoryGroup(
+        under("task", _read_task, task),
+        tuple(each("trajectories", _read_trajectory, sequence(trajectories, "trajectories"))),
+        started_version,
+        published_at_s,
+    )
+
+
+def _read_trajectory(body: Any) -> Trajectory:
+    (token_ids, loss_mask, logprobs, versions, sampling, turns, finish_reason, timings, worker_id, engine_id, reward) = (
+        TRAJECTORY.read(body)
+    )
+    trajectory = Trajectory(
+        _array(token_ids, _INT32, "token_ids"),
+        _array(loss_mask, _UINT8, "loss_mask"),
+        _array(logprobs, _FLOAT32, "behavior_logprobs"),
+        tuple(each("versions", _read_span, sequence(versions, "versions"))),
+        under("sampling", _read_sampling, sampling),
+        tuple(each("turns", _read_turn, sequence(turns, "turns"))),
+        _finish_reason(finish_reason),
+        under("timings", _read_timings, timings),
+        worker_id,
+        engine_id,
+        None if reward is None else under("reward", _read_reward, reward),
+    )
+    check_trajectory(trajectory)
+    return trajectory
+
+
+def _read_span(item: Any) -> VersionSpan:
+    if item.__class__ is not list or [*map(type, item)] != [int, int, int, int]:
+        raise CodecError(f"expected [start, end, version, kv_version], got {shown(item)}")
+    try:
+        return VersionSpan(*item)
+    except ValueError as error:
+        raise CodecError(str(error)) from error
+
+
+def _read_turn(item: Any) -> Turn:
+    if item.__class__ is not list or [*map(type, item)] != [int, int, str]:
+        raise CodecError(f"expected [start, end, finish_reason], got {shown(item)}")
+    return Turn(item[0], item[1], _finish_reason(item[2]))
+
+
+def _read_sampling(body: Any) -> SamplingParams:
+    temperature, max_new_tokens, seed, stop_token_ids, top_p, top_k = SAMPLING.read(body)
+    stops = tuple([integer(token_id, "stop_token_ids") for token_id in sequence(stop_token_ids, "stop_token_ids")])
+    return SamplingParams(temperature, max_new_tokens, seed, stops, top_p, top_k)
+
+
+def _read_timings(body: Any) -> Timings:
+    return Timings(*TIMINGS.read(body))
+
+
+def _read_reward(body: Any) -> Reward:
+    value, components, invalid_reason, error_type = REWARD.read(body)
+    try:
+        return Reward(value, _components(mapping(components, "components")), invalid_reason, error_type)
+    except ValueError as error:
+        raise CodecError(str(error)) from error
+
+
+def _components(components: Mapping[str, float]) -> dict[str, float]:
+    return {text(name, "components"): number(value, f"components.{name}") for name, value in components.items()}
+
+
+def _array(value: Any, dtype: np.dtype[Any], name: str) -> Any:
+    if value.__class__ is not np.ndarray:
+        raise FieldError(name, f"expected an array of {dtype.name}, got {shown(value)}")
+    if value.dtype != dtype:
+        raise FieldError(name, f"dtype {value.dtype.name} is not {dtype.name}")
+    return value
+
+
+def _finish_reason(value: Any) -> FinishReason:
+    reason = _FINISH.get(value) if value.__class__ is str else None
+    if reason is None:
+        raise FieldError("finish_reason", f"unknown {shown(value)}{nearest(value, _FINISH)}")
+    return reason
+
+
+# -- what must hold between a trajectory's fields --------------------------------------------------------------------
+def check_trajectory(t: Trajectory) -> None:
+    """Raise CodecError unless lengths agree, spans cover exactly the sampled tokens, and only sampled tokens are trained."""
+    length, mask = len(t.token_ids), t.loss_mask
+    if len(mask) != length or len(t.behavior_logprobs) != length:
+        raise CodecError(
+            f"token_ids, loss_mask and behavior_logprobs must have one length; "
+            f"they have {length}, {len(mask)} and {len(t.behavior_logprobs)}"
+        )
+    sampled = _merged("turns", t.turns, length)
+    covered = _merged("versions", t.versions, length)
+    if sampled != covered:
+        raise FieldError(
+            "versions", f"cover tokens {_ranges(covered)}, but turns sampled {_ranges(sampled)}; they must be equal"
+        )
+    num_trained = int(np.count_nonzero(mask))
+    if num_trained != sum([int(np.count_nonzero(mask[start:end])) for start, end in sampled]):
+        raise FieldError(
+            "loss_mask", f"trains {num_trained} tokens, some of them outside the sampled ranges {_ranges(sampled)}"
+        )
+    if num_trained and int(mask.max()) > 1:
+        raise FieldError("loss_mask", f"holds {int(mask.max())}; it may hold 0 and 1 only")
+
+
+def _merged(name: str, parts: Iterable[Turn | VersionSpan], length: int) -> list[tuple[int, int]]:
+    """The parts' token ranges, empty ones left out and touching ones joined; they must ascend inside [0, length)."""
+    merged: list[tuple[int, int]] = []
+    last = 0
+    for index, part in enumerate(parts):
+        start, end = part.start, part.end
+        if not last <= start <= end <= length:
+            raise FieldError(
+                f"{name}[{index}]",
+                f"[{start}, {end}) must lie in [{last}, {length}) "
+                f"({name} ascend without overlap inside the {length} token_ids)",
+            )
+        if start < end:
+            if merged and merged[-1][1] == start:
+                start = merged.pop()[0]
+            merged.append((start, end))
+        last = end
+    return merged
+
+
+def _ranges(ranges: list[tuple[int, int]]) -> str:
+    return " ".join(f"[{start}, {end})" for start, end in ranges) or "none"
