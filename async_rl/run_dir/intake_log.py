@@ -60,6 +60,8 @@ class LogIndex:
     """task id → why it can never be trained."""
     unused: set[str] = field(default_factory=set)
     """Tasks left over when the run ended."""
+    issued: int | None = None
+    """Tasks ever issued, as the newest end record says; None before the run's first end."""
     sealed: dict[str, int] = field(default_factory=dict)
     """Segment → bytes that count."""
     warnings: list[str] = field(default_factory=list)
@@ -74,8 +76,9 @@ class LogIndex:
                 self.skipped.add(step)
             case DeadRecord(task_id=task_id, reason=reason):
                 self.dead.setdefault(task_id, reason)
-            case EndRecord(unused=unused):
+            case EndRecord(unused=unused, issued=issued):
                 self.unused.update(unused)
+                self.issued = issued
             case HeaderRecord():
                 pass
 

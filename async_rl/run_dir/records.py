@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import msgpack
@@ -78,9 +78,10 @@ class DeadRecord:
 
 @dataclass(frozen=True, slots=True)
 class EndRecord:
-    """The run ended; these tasks were issued and not used."""
+    """The run ended; `unused` were issued and not used. `issued`: tasks ever issued, for the audit."""
 
-    unused: tuple[str, ...] = field(default_factory=tuple)
+    unused: tuple[str, ...]
+    issued: int
 
 
 Record: TypeAlias = HeaderRecord | GroupRecord | StepRecord | SkipRecord | DeadRecord | EndRecord
@@ -105,8 +106,8 @@ def encode_record(record: Record) -> tuple[int, bytes]:
             return _SKIP, _pack([step, reason])
         case DeadRecord(task_id, reason):
             return _DEAD, _pack([task_id, reason])
-        case EndRecord(unused):
-            return _END, _pack(list(unused))
+        case EndRecord(unused, issued):
+            return _END, _pack([list(unused), issued])
 
 
 def decode_record(kind: int, body: bytes | memoryview, *, keep_payload: bool = True) -> Record:
@@ -128,7 +129,8 @@ def decode_record(kind: int, body: bytes | memoryview, *, keep_payload: bool = T
         case 5:
             return DeadRecord(*fields)
         case 6:
-            return EndRecord(tuple(fields))
+            unused, issued = fields
+            return EndRecord(tuple(unused), issued)
     raise IntakeLogError(f"intake log record of unknown kind {kind}: written by a newer version; read it with that one")
 
 

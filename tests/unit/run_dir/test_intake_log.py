@@ -43,7 +43,7 @@ def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
         step_record(0, "s:0:1:0"),
         SkipRecord(0, "gradient norm is nan"),
         DeadRecord("s:0:2:0", "unreadable"),
-        EndRecord(("s:0:3:0",)),
+        EndRecord(("s:0:3:0",), issued=3),
     ]
     log.append(records)
     log.sync()
@@ -52,6 +52,7 @@ def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
     assert index.skipped == {0}
     assert index.dead == {"s:0:2:0": "unreadable"}
     assert index.unused == {"s:0:3:0"}
+    assert index.issued == 3
 
 
 def test_ends_are_counted_from_step_records_and_a_skipped_step_trained_nothing(tmp_path: Path) -> None:
@@ -65,7 +66,7 @@ def test_ends_are_counted_from_step_records_and_a_skipped_step_trained_nothing(t
             SkipRecord(2, "nan"),
         ]
     )
-    log.append([DeadRecord("d", "poison"), EndRecord(("e",))])
+    log.append([DeadRecord("d", "poison"), EndRecord(("e",), issued=5)])
     assert task_ends(log.index) == {"a": "trained", "b": "invalid", "c": "dropped", "d": "dead", "e": "unused"}
 
 

@@ -1,0 +1,230 @@
+"""From the stream into the log, and from the log into steps. Rank 0 only.
+
+Taking in writes facts; composing a step decides, at the version that it starts from, and writes the decision down before
+anything is trained. A restart reads the same decisions back, so it trains the same steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from async_rl.algorithms.staleness import GroupVerdict, Stragglers, judge
+from async_rl.errors import CodecError, EpochFenced
+from async_rl.logs import Event, get_logger
+from async_rl.run_dir.intake_log import IntakeLog, Position, task_ends
+from async_rl.run_dir.records import DeadRecord, EndRecord, GroupRecord, GroupUse, Record, SkipRecord, StepRecord
+from protocol.codec import decode_group
+from protocol.messages import EndReason, TrajectoryGroup
+from protocol.streams import Delivery, Finished, Streams
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSettings:
+    """How steps are composed."""
+
+    groups_per_step: int
+    steps_per_batch: int
+    max_lag: int
+    stragglers: Stragglers
+    seed: int
+
+    @property
+    def groups_per_batch(self) -> int:
+        return self.groups_per_step * self.steps_per_batch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ComposedStep:
+    """A step record with the groups that it names, in its order."""
+
+    record: StepRecord
+    groups: tuple[TrajectoryGroup, ...]
+    verdicts: tuple[GroupVerdict, ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A group in the log that no step names yet, with its verdict at the version last asked for."""
+
+    group: TrajectoryGroup
+    version: int = -1
+    verdict: GroupVerdict | None = None
+
+
+class Intake:
+    """The log's writer and the queue of groups that wait for a step."""
+
+    def __init__(self, streams: Streams, log: IntakeLog, settings: BatchSettings) -> None:
+        self._streams = streams
+        self._log = log
+        self._settings = settings
+        self._events = get_logger()
+        self._pending: dict[str, _Pending] = {}
+        self._discarded = sum(end != EndReason.TRAINED for end in task_ends(log.index).values())
+        self._writing = asyncio.Lock()
+        self._load_pending()
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    @property
+    def num_steps(self) -> int:
+        """Step records in the log."""
+        return len(self._log.index.steps)
+
+    @property
+    def discarded(self) -> int:
+        """Groups that ended untrained, so far, by the log."""
+        return self._discarded
+
+    # -- stream → log ------------------------------------------------------------------------------------------------
+    async def take_in(self, deliveries: Sequence[Delivery]) -> int:
+        """Log what is new, make it durable, and only then finish the entries. Returns the number of new groups.
+
+        Raises: EpochFenced if a newer trainer has started; IntakeLogError if the disk is full (the entries stay queued).
+        """
+        readable: list[tuple[Delivery, TrajectoryGroup]] = []
+        for delivery in deliveries:
+            try:
+                readable.append((delivery, decode_group(delivery.payload)))
+            except CodecError as error:
+                self._events.error(Event.TASK_DEAD, entry_id=delivery.entry_id, reason=f"unreadable group: {error}")
+                await self._streams.bury(delivery, task_id=None, reason=f"unreadable group: {error}")
+        fresh = {group.task_id: (delivery, group) for delivery, group in readable if not self._log.index.knows(group.task_id)}
+        await self._write([GroupRecord(task_id, item[0].payload) for task_id, item in fresh.items()])
+        if readable:
+            await self._streams.finish(
+                self._log.epoch, [Finished(delivery.entry_id, group.task_id) for delivery, group in readable]
+            )
+        for task_id, (_, group) in fresh.items():
+            self._pending[task_id] = _Pending(group)
+        return len(fresh)
+
+    async def record_dead(self, deaths: Sequence[tuple[str, str]]) -> None:
+        """Log the end of tasks that were dead-lettered: (task id, reason)."""
+        fresh = [(task_id, reason) for task_id, reason in deaths if not self._log.index.knows(task_id)]
+        await self._write([DeadRecord(task_id, reason) for task_id, reason in fresh])
+        self._discarded += len(fresh)
+
+    async def record_skip(self, step: int, reason: str) -> None:
+        """Log that a step's gradient was not finite, so nothing was applied; its groups end as dropped."""
+        if step in self._log.index.skipped:
+            return
+        await self._write([SkipRecord(step, reason)])
+        self._discarded += sum(use.end is EndReason.TRAINED for use in self._log.index.steps[step].groups)
+
+    async def record_end(self, outstanding: Iterable[str], *, issued: int) -> tuple[str, ...]:
+        """Log what was issued and not used. Returns the ids."""
+        ended = task_ends(self._log.index)
+        unused = tuple(sorted({*outstanding, *self._pending} - ended.keys()))
+        await self._write([EndRecord(unused, issued)])
+        self._pending.clear()
+        return unused
+
+    # -- log → steps -------------------------------------------------------------------------------------------------
+    async def compose_batch(self, version: int, *, steps: int, partial: bool) -> list[ComposedStep]:
+        """Draw a batch of up to `steps` steps at `version` and record its first step; an empty list: not enough yet.
+
+        Groups that can never train any more are ended at once, so that admission replaces them. With `partial` (the data
+        has ended) whatever can be trained is drawn. The records of later steps follow by `compose_next`.
+        """
+        trainable = [task_id for task_id in self._pending if self._verdict(task_id, version).trains]
+        untrainable = [task_id for task_id in self._pending if not self._verdict(task_id, version).trains]
+        if untrainable:
+            await self._record([*untrainable], version, batch=-1, trains=False, last=True)
+        wanted = self._settings.groups_per_step * steps
+        if len(trainable) < wanted and not (partial and trainable):
+            return []
+        drawn = trainable[:wanted]
+        size = self._settings.groups_per_step
+        batch = self.num_steps
+        chunks = [drawn[start : start + size] for start in range(0, len(drawn), size)]
+        first = await self._record(chunks[0], version, batch=batch, trains=True, last=len(chunks) == 1)
+        rest = [self._preview(chunk, version + 1 + later) for later, chunk in enumerate(chunks[1:])]
+        return [first, *rest]
+
+    async def compose_next(self, planned: ComposedStep, version: int, *, batch: int, last: bool) -> ComposedStep:
+        """Record a later step of a drawn batch, judged anew at the version that it starts from."""
+        ids = [group.task_id for group in planned.groups]
+        trains = any(self._verdict(task_id, version).trains for task_id in ids)
+        return await self._record(ids, version, batch=batch, trains=trains, last=last)
+
+    def recorded(self, record: StepRecord) -> ComposedStep:
+        """A step that the log already has, with its groups read back: what a replay trains."""
+        groups = tuple(decode_group(self._log.read_group(use.task_id)) for use in record.groups)
+        verdicts = tuple(GroupVerdict.from_record(use.verdict) for use in record.groups)
+        return ComposedStep(record, groups, verdicts)
+
+    def recorded_steps(self, start: int) -> Sequence[StepRecord]:
+        """Step records from index `start`."""
+        return tuple(self._log.index.steps[start:])
+
+    def is_skipped(self, step: int) -> bool:
+        return step in self._log.index.skipped
+
+    @property
+    def position(self) -> Position:
+        return self._log.position
+
+    # -- details -----------------------------------------------------------------------------------------------------
+    def _load_pending(self) -> None:
+        """Groups that the log has and no record ends."""
+        index = self._log.index
+        ended = {use.task_id for record in index.steps for use in record.groups} | index.dead.keys() | index.unused
+        for task_id in index.groups:
+            if task_id not in ended:
+                self._pending[task_id] = _Pending(decode_group(self._log.read_group(task_id)))
+
+    def _verdict(self, task_id: str, version: int) -> GroupVerdict:
+        pending = self._pending[task_id]
+        if pending.verdict is None or pending.version != version:
+            settings = self._settings
+            pending.verdict = judge(
+                pending.group, current_version=version, max_lag=settings.max_lag, stragglers=settings.stragglers
+            )
+            pending.version = version
+        return pending.verdict
+
+    def _preview(self, ids: Sequence[str], version: int) -> ComposedStep:
+        """A later step of the batch as it would be composed now; its record is written when its turn comes."""
+        groups = tuple(self._pending[task_id].group for task_id in ids)
+        verdicts = tuple(self._verdict(task_id, version) for task_id in ids)
+        return ComposedStep(StepRecord(-1, version, -1, True, (), 0), groups, verdicts)
+
+    async def _record(self, ids: Sequence[str], version: int, *, batch: int, trains: bool, last: bool) -> ComposedStep:
+        step = self.num_steps
+        groups = tuple(self._pending[task_id].group for task_id in ids)
+        verdicts = tuple(self._verdict(task_id, version) for task_id in ids)
+        uses = tuple(
+            GroupUse(task_id, verdict.end, verdict.to_record()) for task_id, verdict in zip(ids, verdicts, strict=True)
+        )
+        record = StepRecord(step, version, batch, trains, uses, self._settings.seed ^ step, last)
+        await self._write([record])
+        for use, verdict in zip(uses, verdicts, strict=True):
+            del self._pending[use.task_id]
+            if use.end is not EndReason.TRAINED:
+                self._discarded += 1
+                self._say_discarded(use, verdict)
+        return ComposedStep(record, groups, verdicts)
+
+    def _say_discarded(self, use: GroupUse, verdict: GroupVerdict) -> None:
+        event = Event.GROUP_DROPPED if use.end is EndReason.DROPPED else Event.GROUP_INVALID
+        reasons = sorted({str(t.reason) for t in verdict.trajectories if t.reason is not None})
+        lag = max((t.lag for t in verdict.trajectories if t.lag is not None), default=None)
+        self._events.info(event, task_id=use.task_id, reasons=reasons, lag=lag, max_lag=verdict.max_lag)
+
+    async def _write(self, records: Sequence[Record]) -> None:
+        """Append and make durable; one writer at a time. Raises: EpochFenced if a newer trainer may have sealed us before."""
+        async with self._writing:
+            await asyncio.to_thread(self._append_and_sync, records)
+        if self._log.is_superseded():
+            raise EpochFenced(
+                f"epoch {self._log.epoch} is over: a newer trainer writes to {self._log.directory}; this one stops"
+            )
+
+    def _append_and_sync(self, records: Sequence[Record]) -> None:
+        self._log.append(records)
+        self._log.sync()
