@@ -15,11 +15,13 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from async_rl.config import Origin, RunConfig, check, load_config
+from async_rl.config.text import environment_variable
 from async_rl.errors import AsyncRLError, ConfigError, ProtocolError, RunDirError, exit_code
 from async_rl.logs import Event, get_logger, redact_url
 from async_rl.run_dir.layout import RunLayout
 
 INTERRUPTED = 130
+REDIS_URL_VARIABLE = environment_variable("redis.url")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +191,11 @@ def _role_arguments(
         path = RunLayout(run_dir).config_toml
     if run_dir is not None:
         overrides = [*overrides, f"--run_dir={run_dir}"]
-    # A run's own config.toml is resolved already: flags of the run beat the environment, which must not come back on top here.
+    # A run's own config.toml is resolved already: flags of the run beat the environment, which must not come back on top here,
+    # save for the server's address: its password is never written, so the supervisor hands it over by environment.
     resolved = path.name == RunLayout(path.parent).config_toml.name and RunLayout(path.parent).run_json.exists()
-    loaded = load_config(path, overrides, {} if resolved else os.environ)
+    handed_over = {name: value for name, value in os.environ.items() if name == REDIS_URL_VARIABLE}
+    loaded = load_config(path, overrides, handed_over if resolved else os.environ)
     check(loaded.config)
     name = worker_id or f"{role}-{index}-{secrets.token_hex(3)}"
     return RoleArguments(role, loaded.config, loaded.origins, name, index, debug)
