@@ -52,7 +52,6 @@ __all__ = [
     "ShapeError",
     "WeightPushError",
     "exit_code",
-    "root_error",
 ]
 
 
@@ -123,12 +122,3 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, QueueRefused | QueueUnavailable):
         return 6
     return 1
-
-
-def root_error(error: BaseException) -> BaseException:
-    """The error to show for `error`: of an exception group, the first that async-rl raised on purpose, else the first."""
-    if not isinstance(error, BaseExceptionGroup):
-        return error
-    leaves = [root_error(child) for child in error.exceptions]
-    known = [leaf for leaf in leaves if isinstance(leaf, AsyncRLError | ProtocolError)]
-    return (known or leaves)[0]

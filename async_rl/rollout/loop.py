@@ -142,12 +142,12 @@ class RolloutLoop:
 
     async def _serve(self, delivery: Delivery) -> None:
         if delivery.delivery_count > self._settings.max_deliveries:
-            await self._bury(delivery, None, f"delivered {delivery.delivery_count} times without success")
+            await self._bury(delivery, f"delivered {delivery.delivery_count} times without success")
             return
         try:
             task = decode_task(delivery.payload)
         except CodecError as error:
-            await self._bury(delivery, None, f"unreadable task: {error}")
+            await self._bury(delivery, f"unreadable task: {error}")
             return
         group = await self._rollout.run(task)
         self._usage.count(group)
@@ -171,7 +171,7 @@ class RolloutLoop:
             accepted = await self._send(publications)
         except MessageTooLarge as error:
             if len(batch) == 1:
-                await self._bury(batch[0][0], batch[0][1].task_id, str(error))
+                await self._bury(batch[0][0], str(error))
             else:
                 for one in batch:
                     await self._publish([one])
@@ -193,9 +193,9 @@ class RolloutLoop:
                     said = True
                 await asyncio.sleep(FULL_RETRY_S)
 
-    async def _bury(self, delivery: Delivery, task_id: str | None, reason: str) -> None:
-        self._log.error(Event.TASK_DEAD, task_id=task_id, entry_id=delivery.entry_id, reason=reason)
-        await self._streams.bury(delivery, task_id=task_id, reason=reason)
+    async def _bury(self, delivery: Delivery, reason: str) -> None:
+        self._log.error(Event.TASK_DEAD, task_id=delivery.task_id, entry_id=delivery.entry_id, reason=reason)
+        await self._streams.bury(delivery, task_id=delivery.task_id, reason=reason)
 
     async def _heartbeat(self) -> None:
         """Renew the lease from the loop itself: a loop that hangs loses its work to others."""

@@ -92,7 +92,7 @@ class Intake:
                 readable.append((delivery, decode_group(delivery.payload)))
             except CodecError as error:
                 self._events.error(Event.TASK_DEAD, entry_id=delivery.entry_id, reason=f"unreadable group: {error}")
-                await self._streams.bury(delivery, task_id=None, reason=f"unreadable group: {error}")
+                await self._streams.bury(delivery, task_id=delivery.task_id, reason=f"unreadable group: {error}")
         fresh = {group.task_id: (delivery, group) for delivery, group in readable if not self._log.index.knows(group.task_id)}
         await self._write([GroupRecord(task_id, item[0].payload) for task_id, item in fresh.items()])
         if readable:
