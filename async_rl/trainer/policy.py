@@ -1,0 +1,305 @@
+"""The policy that trains: a Hugging Face causal LM over packed tokens, sharded by FSDP2.
+
+The names of parameters, in state dicts and weight pushes, are the Hugging Face model's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from async_rl.errors import ConfigError, ShapeError
+from async_rl.model.attention import PACKED, PackedSegments, packed_segments
+from async_rl.model.load import load_causal_lm
+from async_rl.model.logprobs import HeadOptions, LogitTransform, token_logprobs
+
+PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+SELF_TEST_TOLERANCE = 1e-5
+"""Largest |packed, chunked − the model's own| logprob accepted at load, float32, nats (relative above 10 nats)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOptions:
+    """How the policy computes.
+
+    dtype: of the forward and backward pass; master weights, head and gradient reduction stay float32.
+    """
+
+    dtype: torch.dtype = torch.float32
+    chunk_tokens: int = 1024
+    activation_checkpointing: bool = False
+
+
+class PolicyModel(nn.Module):
+    """Logprobs of packed tokens. FSDP's root: it holds embeddings, last norm and head; each decoder layer is its own group."""
+
+    def __init__(self, hf: PreTrainedModel, options: PolicyOptions | None = None) -> None:
+        """Wrap a float32 model that was loaded with attn=PACKED.
+
+        Raises: ConfigError if the model cannot be trained packed.
+        """
+        super().__init__()
+        self.options = options or PolicyOptions()
+        _refuse_unpackable(hf)
+        self.hf = hf
+        self.eval()  # no dropout, ever: the trainer computes the distribution that the engine samples from
+        self.transform = _logit_transform(hf)
+        if self.options.activation_checkpointing:
+            for layer in decoder_layers(hf):
+                _checkpoint_activations(layer)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        segments: PackedSegments,
+        rows: Tensor,
+        temperature: float | Tensor,
+        with_entropy: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the logprob of token t given its sequence's tokens before t at each t in rows, 0 elsewhere, and the entropies.
+
+        token_ids, position_ids int64 [T]; rows int64 [N], none of them a sequence's first token; temperature one number or [N].
+        logprobs float32 [T], nats; entropy float32 [T] without gradient, or None.
+        """
+        base = self.hf.base_model
+        hidden = base(
+            input_ids=token_ids[None],
+            position_ids=position_ids[None],
+            use_cache=False,
+            packed_segments=segments,
+        ).last_hidden_state[0]
+        head = output_head(self.hf)
+        logprobs, entropy = token_logprobs(
+            hidden.index_select(0, rows - 1),
+            head.weight,
+            token_ids.index_select(0, rows),
+            temperature=temperature,
+            options=HeadOptions(transform=self.transform, chunk_tokens=self.options.chunk_tokens, with_entropy=with_entropy),
+            bias=head.bias,
+        )
+        spread = logprobs.new_zeros(len(token_ids))
+        return spread.index_copy(0, rows, logprobs), None if entropy is None else spread.index_copy(0, rows, entropy)
+
+    def logprobs(
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor,
+        select: Tensor,
+        temperature: float | Tensor,
+        *,
+        with_entropy: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return [T] logprobs where `select` (bool [T]) and 0 elsewhere, and entropies if asked for.
+
+        The other arguments as in a MicroBatch; temperature one number or float [T]. A micro-batch that selects nothing runs
+        all the same, and its backward pass too.
+        Raises: ShapeError if a sequence's first token is selected, which nothing predicts.
+        """
+        starts = cu_seqlens[:-1][cu_seqlens[:-1] < cu_seqlens[1:]].long()
+        if bool(select[starts].any()):
+            raise ShapeError("the first token of a sequence is selected (loss_mask); nothing predicts it")
+        device = self.device
+        rows = select.nonzero()[:, 0]
+        segments = packed_segments(cu_seqlens, device)
+        selected = _uniform(temperature[rows]) if isinstance(temperature, Tensor) else temperature
+        if isinstance(selected, Tensor):
+            selected = selected.to(device)
+        result: tuple[Tensor, Tensor | None] = self(
+            token_ids.to(device), position_ids.to(device), segments, rows.to(device), selected, with_entropy
+        )
+        return result
+
+    @torch.no_grad()
+    def score(
+        self, sequences: Sequence[Sequence[int]], *, temperature: float, max_tokens: int = 8192
+    ) -> list[npt.NDArray[np.float32]]:
+        """Return the logprobs of each sequence's tokens but the first ([len − 1], nats). Every rank must call it.
+
+        Sequences run packed, in passes of at most max_tokens tokens (a longer one alone).
+        """
+        scores: list[npt.NDArray[np.float32]] = []
+        for group in _passes([len(sequence) for sequence in sequences], max_tokens):
+            members = [sequences[index] for index in group]
+            cu_seqlens = torch.tensor(np.cumsum([0, *(len(member) for member in members)]), dtype=torch.int32)
+            token_ids = torch.cat([torch.as_tensor(np.asarray(member, dtype=np.int64)) for member in members])
+            position_ids = torch.cat([torch.arange(len(member)) for member in members])
+            logprobs, _ = self.logprobs(token_ids, position_ids, cu_seqlens, position_ids > 0, temperature)
+            values = logprobs.float().cpu().numpy()
+            bounds = cu_seqlens.tolist()
+            scores.extend(values[start + 1 : end].copy() for start, end in pairwise(bounds))
+        return scores
+
+    def named_full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor of a push once, whole, float32 (as trained): parameters, then persistent buffers.
+
+        Every rank must iterate to the end; shards are gathered one tensor at a time. Unsharded tensors are the live ones:
+        copy what must outlive the next step. Of tied tensors the first name is yielded, see `ties`.
+        """
+        for name, parameter in self.hf.named_parameters():
+            yield name, full_tensor(parameter.detach())
+        for name, buffer in self.named_persistent_buffers():
+            yield name, full_tensor(buffer)
+
+    def named_persistent_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers that belong to the state dict, each once."""
+        for prefix, module in self.hf.named_modules():
+            for name, buffer in module.named_buffers(prefix, recurse=False):
+                if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                    yield name, buffer
+
+    def ties(self) -> tuple[tuple[str, str], ...]:
+        """Return (alias, owner) names of tied parameters; the owner is the name that named_full_tensors yields."""
+        owners = {id(parameter): name for name, parameter in self.hf.named_parameters()}
+        everything = self.hf.named_parameters(remove_duplicate=False)
+        return tuple((name, owners[id(p)]) for name, p in everything if owners[id(p)] != name)
+
+
+def load_policy(path: Path | str, *, options: PolicyOptions | None = None, mesh: DeviceMesh | None = None) -> PolicyModel:
+    """Load a model directory, verify it against the model's own logits, and shard it over `mesh` (None: no sharding).
+
+    The mesh's device type decides where it trains.
+    Raises: DataError and ConfigError as load_causal_lm; ConfigError if packed, chunked logprobs differ from the model's own.
+    """
+    policy = PolicyModel(load_causal_lm(path, attn=PACKED), options)
+    verify_logprobs(policy)
+    if mesh is not None:
+        policy.to(mesh.device_type)
+        shard_policy(policy, mesh)
+    return policy
+
+
+def shard_policy(policy: PolicyModel, mesh: DeviceMesh) -> None:
+    """Apply FSDP2 in place: a group per decoder layer, the rest in the root group (tied heads stay tied).
+
+    Compute runs in options.dtype; sharded weights, optimizer state and gradient reduction are float32.
+    """
+    dtype = policy.options.dtype
+    precision = MixedPrecisionPolicy(param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32)
+    for layer in decoder_layers(policy.hf):
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(policy, mesh=mesh, mp_policy=precision)
+
+
+def output_head(hf: PreTrainedModel) -> nn.Linear:
+    """Return the layer that turns hidden states into logits."""
+    return cast(nn.Linear, cast(Any, hf).get_output_embeddings())
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather a sharded tensor (every rank must call it); others are returned as they are."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
+    """Return the decoder layers of any causal LM: its one list of config.num_hidden_layers modules.
+
+    Raises: ConfigError if there is none.
+    """
+    count = hf.config.num_hidden_layers
+    lists = [module for module in hf.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    if not lists:
+        raise ConfigError(f"{type(hf).__name__} has no list of {count} decoder layers; it cannot be sharded by layer")
+    return list(lists[0])
+
+
+@torch.no_grad()
+def verify_logprobs(policy: PolicyModel) -> float:
+    """Compare packed, chunked logprobs with log_softmax of the model's own logits on two short sequences; return the maximum.
+
+    It runs before sharding, in float32. It finds what a model does that is not modelled here: another transform of its
+    logits, state that leaks between packed sequences, attention that ignores position ids.
+    Raises: ConfigError if they differ by more than SELF_TEST_TOLERANCE.
+    """
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = policy.hf.config.vocab_size
+    sequences = [torch.randint(vocabulary, (length,), generator=generator) for length in (11, 7)]
+    packed = policy.score([sequence.tolist() for sequence in sequences], temperature=1.0)
+    worst = 0.0
+    policy.hf.set_attn_implementation("eager")
+    try:
+        for sequence, scores in zip(sequences, packed, strict=True):
+            ids = sequence.to(policy.device)[None]
+            logits = policy.hf(input_ids=ids, use_cache=False).logits[0, :-1].float()
+            own = torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:, None])[:, 0].cpu()
+            difference = (torch.from_numpy(scores) - own).abs() / own.abs().div(10).clamp(min=1)
+            worst = max(worst, float(difference.max()))
+    finally:
+        policy.hf.set_attn_implementation(PACKED)
+    if not worst <= SELF_TEST_TOLERANCE:
+        raise ConfigError(
+            f"{type(policy.hf).__name__}: packed logprobs differ from the model's own by {worst:.3g} nats "
+            f"(accepted {SELF_TEST_TOLERANCE:g}); this architecture cannot be trained packed"
+        )
+    return worst
+
+
+def _refuse_unpackable(hf: PreTrainedModel) -> None:
+    config, name = hf.config, type(hf).__name__
+    if config._attn_implementation != PACKED:
+        raise ConfigError(f"{name} was loaded with attention {config._attn_implementation!r}; load it with attn={PACKED!r}")
+    if any(parameter.dtype != torch.float32 for parameter in hf.parameters()):
+        raise ConfigError(
+            f"{name} must be loaded in float32, the dtype of master weights; options.dtype sets the compute dtype"
+        )
+    other = set(getattr(config, "layer_types", None) or ()) - PACKABLE_LAYERS
+    if other:
+        raise ConfigError(f"{name} has layers of type {', '.join(sorted(other))}; only attention layers can be trained packed")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if str(rope.get("rope_type")) in BATCH_DEPENDENT_ROPE:
+        raise ConfigError(f"{name} has rope_type={rope['rope_type']!r}, whose positions depend on what else is in the batch")
+
+
+def _logit_transform(hf: PreTrainedModel) -> LogitTransform:
+    """Read from the config what the model does to its logits; verify_logprobs proves the guess."""
+    config = hf.config
+    scale = float(getattr(config, "logit_scale", None) or 1.0)  # cohere
+    scale /= float(getattr(config, "logits_scaling", None) or 1.0)  # granite
+    return LogitTransform(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))  # gemma
+
+
+def _checkpoint_activations(layer: nn.Module) -> None:
+    """Recompute the layer in the backward pass. Only `forward` is replaced: FSDP's hooks and state-dict names stay outside."""
+    forward: Callable[..., Any] = layer.forward
+    layer.forward = partial(checkpoint, forward, use_reentrant=False)
+
+
+def _uniform(temperatures: Tensor) -> float | Tensor:
+    """One number if all are equal (a pass over the logits less), 1 for none."""
+    if temperatures.numel() == 0:
+        return 1.0
+    first = float(temperatures[0])
+    return first if bool((temperatures == first).all()) else temperatures
+
+
+def _passes(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Cut sequences, in order, into passes of at most max_tokens tokens."""
+    passes: list[list[int]] = []
+    room = 0
+    for index, length in enumerate(lengths):
+        if not passes or length > room:
+            passes.append([])
+            room = max_tokens
+        passes[-1].append(index)
+        room -= length
+    return passes
