@@ -40,6 +40,7 @@ class Delivery:
     entry_id: str
     payload: bytes
     delivery_count: int = 1
+    task_id: str | None = None  # as the queue knows it, even if the payload cannot be read; None: not one of our entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ class Streams(Protocol):
         ...
 
     async def reissue(self, tasks: Sequence[IssuedTask]) -> int:
-        """After a server lost writes: add those `tasks` that are outstanding. The caller knows they are in no stream."""
+        """After a server lost writes: add those `tasks` that are outstanding and in no stream. Returns how many; idempotent."""
         ...
 
     async def counters(self) -> Counters: ...
@@ -153,19 +154,30 @@ class Streams(Protocol):
         ...
 
     async def claim(self, stream: Stream, worker_id: str, *, count: int) -> Sequence[Delivery]:
-        """Take entries held by workers whose lease is gone, each with its true delivery count."""
+        """Take entries held by workers whose lease is gone, each with its true delivery count.
+
+        What was delivered once before comes in batches. What was delivered more often may be what kills its workers, so it
+        comes alone, and only to a worker that holds no other such entry: neighbours do not pay for it.
+        """
         ...
 
     async def own_pending(self, stream: Stream, worker_id: str) -> Sequence[Delivery]:
-        """What this worker already holds (after a reconnect)."""
+        """What this worker already holds (after a reconnect). Reading it again does not raise its delivery count."""
         ...
 
     async def publish(self, publications: Sequence[Publication]) -> Sequence[bool]:
-        """Move each: acknowledge the source entry, delete it, add the group. False: somebody already did (or the run ended)."""
+        """Move each: acknowledge the source entry, delete it, add the group. False: somebody already did (or the run ended).
+
+        After a lost reply the retry answers False too, although the group is there: False is not an error.
+        Raises: MessageTooLarge before anything is sent; QueueFull.
+        """
         ...
 
     async def bury(self, delivery: Delivery, *, task_id: str | None, reason: str) -> bool:
-        """Move an entry to `dead` with its reason. False if it was not pending any more."""
+        """Move an entry to `dead` with its reason. False if it was not pending any more.
+
+        Its task stays outstanding until the trainer has recorded the end: see `newly_dead` and `finish_dead`.
+        """
         ...
 
     # -- trainer -------------------------------------------------------------------------------------------------
@@ -182,7 +194,21 @@ class Streams(Protocol):
         ...
 
     async def finish(self, epoch: int, finished: Sequence[Finished]) -> None:
-        """The groups are in the log: acknowledge, delete, remove from outstanding. Works on a full server. Raises: EpochFenced."""
+        """The groups are in the log: acknowledge, delete, remove from outstanding. Works on a full server.
+
+        Raises: EpochFenced.
+        """
+        ...
+
+    async def newly_dead(self, epoch: int) -> Mapping[str, str]:
+        """Task id → reason, of buried tasks whose end the log may not know yet. Raises: EpochFenced."""
+        ...
+
+    async def finish_dead(self, epoch: int, task_ids: Sequence[str]) -> None:
+        """These ends are in the log: remove from outstanding and from `newly_dead`. The entries stay in `dead`.
+
+        Works on a full server. Raises: EpochFenced.
+        """
         ...
 
     async def report(self, epoch: int, *, discarded: int) -> None:
