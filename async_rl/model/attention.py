@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from async_rl.errors import ConfigError, ShapeError
