@@ -14,6 +14,8 @@ from pathlib import Path
 from async_rl.errors import RoleFailed
 
 TAIL_BYTES = 16_384
+OWN_ERROR = "error: "  # how our commands end when they fail on purpose
+UNFORESEEN = "error: unexpected"
 LEASH = Path(__file__).with_name("leash.py")
 
 
@@ -120,12 +122,18 @@ class RoleSet:
 
 
 def role_failed(role: RoleProcess) -> RoleFailed:
-    """The error that says which role failed, how, and what it printed last."""
+    """The error that says which role failed and why: its own `error: …` if it ended with one, else its last lines."""
     code = role.exit_code() or 1
     how = f"exit code {code}" if code <= 128 else f"killed by {signal_name(code - 128)}"
     lines = role.last_lines()
-    said = "\n".join(f"  {line}" for line in lines) if lines else "  (it printed nothing)"
-    return RoleFailed(f"{role.spec.name} failed ({how}); the end of {role.output_path}:\n{said}", role_exit_code=code)
+    start = next((index for index in reversed(range(len(lines))) if lines[index].startswith(OWN_ERROR)), None)
+    if start is not None and not lines[start].startswith(UNFORESEEN):
+        reason = "\n".join([lines[start].removeprefix(OWN_ERROR), *lines[start + 1 :]])
+        message = f"{role.spec.name} failed ({how}, output in {role.output_path}): {reason}"
+    else:
+        said = "\n".join(f"  {line}" for line in lines) if lines else "  (it printed nothing)"
+        message = f"{role.spec.name} failed ({how}); the end of {role.output_path}:\n{said}"
+    return RoleFailed(message, role_exit_code=code)
 
 
 def signal_name(signum: int) -> str:

@@ -1,0 +1,66 @@
+"""Which role processes a run needs on this host, and how each is started."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Mapping
+
+from async_rl.config.run import RunConfig
+from async_rl.config.text import environment_variable
+from async_rl.launch.processes import RoleSpec
+from async_rl.run_dir.layout import RunLayout
+
+REDIS_URL_VARIABLE = environment_variable("redis.url")
+
+
+def role_table(config: RunConfig, layout: RunLayout, *, redis_url: str, master_port: int) -> tuple[RoleSpec, ...]:
+    """Coordinator, trainer ranks, rollout workers, and reward workers if the config has any.
+
+    redis_url goes by environment, password and all: neither config.toml nor the process list shows it.
+    """
+    env = {REDIS_URL_VARIABLE: redis_url}
+    specs = [_role(layout, "coordinator", 0, 1, _threads(1) | env)]
+    world_size = config.trainer.world_size
+    for rank in range(world_size):
+        variables = _threads(config.trainer.num_threads) | _rank(rank, world_size, master_port) | env
+        specs.append(_role(layout, "trainer", rank, world_size, variables, leads=True))
+    for index in range(config.rollout.workers):
+        specs.append(_role(layout, "rollout", index, None, _threads(config.rollout.num_threads) | env))
+    if config.reward.placement == "workers":
+        specs.extend(_role(layout, "reward", index, None, _threads(1) | env) for index in range(config.reward.workers))
+    return tuple(specs)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that nobody listens on now; who uses it must be ready for a clash."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _role(
+    layout: RunLayout, role: str, index: int, total: int | None, env: Mapping[str, str], *, leads: bool = False
+) -> RoleSpec:
+    """A role that exists once has no number in its name."""
+    name = role if total == 1 else f"{role}-{index}"
+    command = (sys.executable, "-m", f"workers.{role}", str(layout.config_toml), "--index", str(index))
+    return RoleSpec(name, command, env, leads=leads)
+
+
+def _threads(count: int) -> dict[str, str]:
+    """Threads that wait must sleep: spinning ones starve the other roles of a small machine."""
+    return {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count), "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def _rank(rank: int, world_size: int, master_port: int) -> dict[str, str]:
+    """What torch.distributed's env:// rendezvous reads, as torchrun would set it on one host."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(master_port),
+    }

@@ -1,0 +1,100 @@
+"""`async-rl status`: a snapshot as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from async_rl.monitor.metrics_file import StepMetrics
+from async_rl.monitor.snapshot import LiveSnapshot, RunSnapshot
+from async_rl.monitor.text import count, number, seconds, share
+
+STATE_STYLES = {
+    "running": "bold green",
+    "completed": "green",
+    "interrupted": "yellow",
+    "failed": "bold red",
+    "died": "bold red",
+}
+
+
+def print_status(snapshot: RunSnapshot, console: Console) -> None:
+    """Print state, steps, last metrics and checkpoint; and, of a living run, what its server knows."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in _rows(snapshot):
+        table.add_row(name, value)
+    console.print(table)
+    if snapshot.live is not None:
+        console.print(_queue_table(snapshot.live))
+        console.print(_worker_table(snapshot.live))
+    elif snapshot.live_error:
+        console.print(Text(f"the server does not answer: {snapshot.live_error}", style="yellow"))
+    console.print(Text(f"next: {next_step(snapshot)}", style="dim"))
+
+
+def next_step(snapshot: RunSnapshot) -> str:
+    """The command that makes sense now."""
+    root = snapshot.layout.root
+    if snapshot.state == "running":
+        return f"tail -f {snapshot.layout.events_jsonl}"
+    if snapshot.state == "completed":
+        return f"async-rl export {root} --to DIR"
+    return f"async-rl run {snapshot.layout.config_toml} --resume"
+
+
+def _rows(snapshot: RunSnapshot) -> Iterator[tuple[str, Text]]:
+    yield "run", Text(f"{snapshot.identity.run_id}  ({snapshot.layout.root})")
+    state = Text(snapshot.state, style=STATE_STYLES.get(snapshot.state, ""))
+    if snapshot.supervisor_pid is not None:
+        state.append(f"  supervised by process {snapshot.supervisor_pid}", style="dim")
+    if snapshot.reason:
+        state.append(f"  {snapshot.reason}", style="default")
+    yield "state", state
+    yield "steps", Text(f"{snapshot.steps} of {count(snapshot.max_steps)} in {seconds(snapshot.train_seconds)}")
+    if snapshot.last is not None:
+        yield from _last_step(snapshot.last)
+    if snapshot.checkpoints:
+        kept = ", ".join(map(str, snapshot.checkpoints))
+        yield "checkpoints", Text(f"of steps {kept} in {snapshot.layout.checkpoints_dir}")
+    else:
+        yield "checkpoints", Text("none yet")
+
+
+def _last_step(last: StepMetrics) -> Iterator[tuple[str, Text]]:
+    lag = f"lag {number(last.get('lag_mean'), 1)} (max {count(last.get('lag_max'))})"
+    loss = f"loss {number(last.get('loss'))}, gradient norm {number(last.get('grad_norm'))}"
+    yield "last step", Text(f"reward {number(last.get('reward_mean'))}, {lag}, {loss}")
+    push = f"push {seconds(last.push.seconds if last.push else None)}"
+    idle = f"trainer idle {share(last.get('trainer_idle_share'))}"
+    yield "speed", Text(f"{count(last.get('tokens_per_s'))} trained tokens/s, {push}, {idle}")
+
+
+def _queue_table(live: LiveSnapshot) -> Table:
+    counters = live.counters
+    tasks = f"{counters.issued:,} tasks issued, {counters.outstanding} outstanding, {counters.discarded} discarded"
+    title = f"queue: {counters.state}, epoch {counters.epoch}, {tasks}"
+    table = Table("stream", "entries", "held by a worker", "oldest", title=title, title_justify="left", title_style="default")
+    for stream, depth in live.depths.items():
+        table.add_row(str(stream), count(depth.length), count(depth.pending), seconds(depth.oldest_age_s))
+    return table
+
+
+def _worker_table(live: LiveSnapshot) -> Table:
+    announced = "none" if live.announced_version is None else str(live.announced_version)
+    title = f"workers and engines: newest policy version {announced}"
+    table = Table("worker", "role", "lease", "engine", "serves", "", title=title, title_justify="left", title_style="default")
+    engines = {engine.worker_id: engine for engine in live.engines.values()}
+    for worker in live.workers:
+        engine = engines.pop(worker.worker_id, None)
+        told = ", ".join(f"{name} {value}" for name, value in worker.info.items() if value)
+        served = "–" if engine is None or engine.serving_version is None else f"version {engine.serving_version}"
+        state = "–" if engine is None else f"{engine.status} {engine.reason}".rstrip()
+        table.add_row(worker.worker_id, worker.role, seconds(worker.expires_in_s), state, served, told)
+    for engine in engines.values():
+        table.add_row(engine.worker_id, "rollout", Text("lost", style="red"), str(engine.status), "–", engine.reason)
+    return table
