@@ -159,12 +159,12 @@ def _insert(tables: dict[str, Any], parts: Sequence[str], value: Any) -> None:
 def _describe(error: ValidationError, origins: Mapping[str, Origin]) -> Iterator[str]:
     for item in error.errors(include_url=False):
         key = _known_prefix(item["loc"])
-        if item["type"] == "missing":
+        origin = origins.get(key, Origin("default"))
+        if item["type"] == "missing" and origin.kind == "default":
             names = [f"{key}.{name}" for name, field in _section_fields(key) if field.is_required()] or [key]
             for name in names:
                 yield f"{name} is not set: set it in the config file, with --{name}=… or with {environment_variable(name)}"
             continue
-        origin = origins.get(key, Origin("default"))
         yield f"{key} = {item['input']!r} ({origin.where or origin.kind}): {item['msg']}"
 
 

@@ -1,0 +1,72 @@
+# make demo | test | check | bench | verify | docs. ARGS passes on: make demo ARGS="--environment.args.length=7"
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+ARGS ?=
+OUT ?= runs/bench
+BENCHES ?= $(sort $(wildcard tests/bench/bench_*.py))
+CHECKED := protocol async_rl workers tests
+
+# PYTHON, if given, else the first interpreter from 3.11 on.
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.14; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
+
+.PHONY: help install install-dev demo test test-chaos check format bench verify docs clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(BIN)/python:
+	@[[ -n "$(PYTHON)" ]] || { echo "error: no Python >= 3.11 on PATH; install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+		|| { echo "error: PYTHON=$(PYTHON) is not a Python >= 3.11" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) \
+		|| { rm -rf $(VENV); echo "error: '$(PYTHON) -m venv' does not work; on Debian: apt-get install python3-venv" >&2; exit 1; }
+
+# A stamp is younger than what it was installed from. The code itself is installed editable.
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+install: $(VENV)/.installed  ## Make .venv with what a run needs
+install-dev: $(VENV)/.installed-dev  ## Make .venv with what tests and checks need too
+
+demo: install  ## Train a tiny model on sort_digits: every role a process, minutes on two cores
+	$(BIN)/async-rl demo $(ARGS)
+
+test: install-dev  ## Unit, contract, golden and integration tests
+	$(BIN)/python -m pytest $(ARGS)
+
+test-chaos: install-dev  ## Kill processes at random points
+	$(BIN)/python -m pytest tests/chaos -m chaos --timeout 900 $(ARGS) || [[ $$? == 5 ]]  # 5: no such tests
+
+check: install-dev  ## Lint, format, types, import order, generated pages
+	$(BIN)/ruff check $(CHECKED)
+	$(BIN)/ruff format --check $(CHECKED)
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m async_rl.config.reference --check
+
+format: install-dev  ## Format, and fix what can be fixed
+	$(BIN)/ruff check --fix $(CHECKED)
+	$(BIN)/ruff format $(CHECKED)
+
+bench: install-dev  ## Measure against baselines; figures in runs/bench/<name>.json
+	@for bench in $(BENCHES); do echo "== $$bench"; $(BIN)/python $$bench --out $(OUT) $(ARGS); done
+
+verify: check test test-chaos bench  ## Everything, in full
+	$(MAKE) demo ARGS="--run_dir=runs/verify-demo --overwrite"
+
+docs: install-dev  ## Write the generated pages
+	$(BIN)/python -m async_rl.config.reference
+
+clean:  ## Remove caches (not runs, not .venv)
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	find $(CHECKED) -name __pycache__ -type d -prune -exec rm -rf {} +

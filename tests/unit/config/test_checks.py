@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from async_rl.config import RunConfig, check
+from async_rl.errors import ConfigError
+
+
+def config(**sections: dict[str, Any]) -> RunConfig:
+    return RunConfig.model_validate({"model": {"path": "/m"}, **sections})
+
+
+def test_defaults_pass():
+    check(config())
+
+
+@pytest.mark.parametrize(
+    ("sections", "parts"),
+    [
+        ({"rollout": {"top_p": 0.9}}, ["rollout.top_p=0.9", "below 1.0", "stored support", "top_p=1.0"]),
+        ({"rollout": {"top_k": 20}}, ["rollout.top_k=20", "above 0", "stored support", "top_k=0"]),
+        ({"rollout": {"group_size": 1}}, ["rollout.group_size=1", "'grpo'", "always 0", "group_size=2"]),
+        (
+            {"rollout": {"group_size": 1}, "algorithm": {"advantage": "rloo"}},
+            ["rollout.group_size=1", "'rloo'", "group-relative"],
+        ),
+        ({"rollout": {"max_context": 64, "max_new_tokens": 64}}, ["max_new_tokens=64", "max_context=64", "below 64"]),
+        ({"rollout": {"group_size": 8, "max_running": 4}}, ["group_size=8", "max_running=4", "raise rollout.max_running to 8"]),
+        (
+            {"environment": {"name": "prompt_reward"}, "data": {"source": "x.jsonl"}},
+            ["environment.reward is not set", "module:function"],
+        ),
+        ({"environment": {"name": "prompt_reward", "reward": "m:f"}}, ["data.source='environment'", ".jsonl"]),
+        ({"environment": {"reward": "m:f"}}, ["environment.reward='m:f'", "sort_digits"]),
+        (
+            {"environment": {"name": "prompt_reward", "reward": "mf"}, "data": {"source": "x.jsonl"}},
+            ["environment.reward='mf'", "module:name"],
+        ),
+        ({"environment": {"name": "m:"}}, ["environment.name='m:'", "module:name"]),
+        ({"trainer": {"warmup_steps": 10, "max_steps": 10}}, ["warmup_steps=10", "max_steps=10"]),
+        ({"redis": {"url": "http://host"}}, ["redis.url", "redis://", "embedded"]),
+        ({"trainer": {"world_size": 9, "groups_per_step": 1}}, ["world_size=9", "8 trajectories"]),
+    ],
+)
+def test_what_cannot_work_is_refused_with_field_value_bound_and_remedy(sections, parts):
+    with pytest.raises(ConfigError) as error:
+        check(config(**sections))
+    message = str(error.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("push_every", "steps_per_batch", "max_lag", "allowed"),
+    [
+        (1, 1, 0, True),  # 1 + 1 - 2 = 0
+        (2, 1, 0, False),
+        (1, 2, 0, False),
+        (2, 1, 1, True),
+        (1, 2, 1, True),
+        (2, 2, 1, False),  # 2 + 2 - 2 = 2
+        (2, 2, 2, True),
+        (5, 1, 4, True),
+        (6, 1, 4, False),
+        (1, 5, 4, True),
+        (1, 6, 4, False),
+        (4, 3, 4, False),  # 4 + 3 - 2 = 5
+        (4, 2, 4, True),
+    ],
+)
+def test_steps_of_one_batch_between_two_pushes_stay_within_max_lag(push_every, steps_per_batch, max_lag, allowed):
+    tried = config(
+        weights={"push_every": push_every}, trainer={"steps_per_batch": steps_per_batch}, staleness={"max_lag": max_lag}
+    )
+    if allowed:
+        check(tried)
+        return
+    with pytest.raises(ConfigError, match=rf"raise staleness\.max_lag to {push_every + steps_per_batch - 2}"):
+        check(tried)
+
+
+def test_two_steps_per_batch_at_lag_0_name_the_lag_of_the_second_step():
+    with pytest.raises(ConfigError, match=r"trainer\.steps_per_batch=2 exceeds staleness\.max_lag \+ 1 = 1.*1 steps old"):
+        check(config(trainer={"steps_per_batch": 2}, staleness={"max_lag": 0}))
+
+
+def test_pushing_too_rarely_is_named_by_the_push():
+    with pytest.raises(ConfigError, match=r"weights\.push_every=3 exceeds staleness\.max_lag \+ 1 = 2"):
+        check(config(weights={"push_every": 3}, staleness={"max_lag": 1}))
+
+
+def test_all_problems_are_listed_and_no_password_is():
+    with pytest.raises(ConfigError) as error:
+        check(config(rollout={"top_p": 0.5, "top_k": 3}, redis={"url": "http://user:hunter2@host"}))
+    lines = str(error.value).splitlines()
+    assert lines[0] == "3 settings that cannot work:"
+    assert len(lines) == 4
+    assert "hunter2" not in str(error.value)
