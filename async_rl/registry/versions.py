@@ -1,7 +1,8 @@
 """The version registry: which versions exist, which are live, and which engine serves what. Torch-free.
 
-announce (trainer) → freeze a plan with its participants (coordinator) → confirm or fail per engine (receivers)
-→ complete: live or failed (coordinator). State only; whoever waits for a change calls `wait_change`.
+announce (trainer) → freeze a plan with its participants (coordinator) → every participant ready → bytes move
+→ confirm or fail per engine (receivers) → complete: live or failed (coordinator). A transport that breaks on the way
+(interrupt) is planned again with the survivors. State only; whoever waits for a change calls `wait_change`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class EngineStatus(StrEnum):
 
 class PushStatus(StrEnum):
     PLANNED = "planned"
+    BROKEN = "broken"  # the transport failed: plan again with those who answer
     LIVE = "live"  # at least one participant serves it
     FAILED = "failed"
 
@@ -73,43 +75,76 @@ class ProofReport:
 
 
 @dataclass(frozen=True, slots=True)
+class FinishedPush:
+    """How a plan ended."""
+
+    plan: PushPlan
+    confirmed: Mapping[str, ProofReport]
+    failed: Mapping[str, str]  # engine id → reason
+
+
+@dataclass(frozen=True, slots=True)
 class RegistryState:
     """A consistent snapshot."""
 
     revision: int  # grows with every change
     epoch: int
     announced_version: int | None  # newest version, pushed or not
-    pushable_version: int | None  # newest version with a manifest
+    pushable_version: int | None  # newest version with a manifest, if the current epoch announced it
     store_address: str
-    trained_through: Mapping[int, int]  # version → groups trained up to it
+    trained_through: Mapping[int, int]  # version → groups trained up to it; versions that nobody serves any more are left out
     discarded: int
     engines: Mapping[str, EngineRecord]
     plan: PushPlan | None  # newest plan
     confirmed: Mapping[str, ProofReport]  # of the newest plan
     failed: Mapping[str, str]  # engine id → reason, of the newest plan
+    ready: frozenset[str] = frozenset()  # engine ids that checked the newest plan's manifest and can receive
+    finished: FinishedPush | None = None  # the newest plan that was completed
 
 
 class VersionRegistry(Protocol):
-    """State shared by trainer, coordinator and receivers. What a trainer writes is fenced by its epoch (EpochFenced)."""
+    """State shared by trainer, coordinator and receivers. What a trainer writes is fenced by its epoch.
 
-    async def announce(self, announcement: Announcement) -> None: ...
+    Every method may raise `protocol.errors.QueueUnavailable`; none waits without a bound.
+    """
+
+    async def close(self) -> None: ...
+
+    async def announce(self, announcement: Announcement) -> None:
+        """Make a version known, and pushable if it brings a manifest. Announcing the same again is a no-op.
+
+        Raises: EpochFenced; WeightPushError if the version is below the one announced in this epoch.
+        """
+        ...
 
     async def manifest(self, epoch: int, version: int) -> bytes | None:
         """The encoded manifest of a version, while it is the newest pushable or the planned one."""
         ...
 
     async def join(self, engine_id: str, worker_id: str) -> None:
-        """Enter as JOINING, or keep the record if it is known with the same worker."""
+        """Enter as JOINING, whatever was known of it: holds no proven version. A fenced engine asks for its next push so."""
         ...
 
     async def leave(self, engine_id: str) -> None: ...
 
     async def freeze(self, plan: PushPlan) -> bool:
-        """Make `plan` the newest plan, and clear confirmations. False if its epoch is not current or it goes backwards."""
+        """Make `plan` the newest plan, with nobody ready, confirmed or failed.
+
+        False if its epoch is not current, its version not the pushable one, or (version, generation) goes backwards.
+        """
+        ...
+
+    async def ready(self, engine_id: str, plan: PushPlan) -> bool:
+        """The engine checked the manifest and can receive. False if `plan` is not running any more, or does not name it."""
+        ...
+
+    async def interrupt(self, plan: PushPlan, reason: str) -> None:
+        """The transport broke (said by whoever saw it): the plan is BROKEN, if it still runs."""
         ...
 
     async def confirm(self, engine_id: str, epoch: int, version: int, proof: ProofReport) -> bool:
-        """The engine serves `version`. False if the plan of (epoch, version) does not name it: it must not serve."""
+        """The engine serves `version`. False, and it must not serve, if the newest plan is not of (epoch, version), does not
+        name it, or the engine was evicted."""
         ...
 
     async def fail(self, engine_id: str, epoch: int, version: int, reason: str) -> None:
@@ -117,10 +152,12 @@ class VersionRegistry(Protocol):
         ...
 
     async def evict(self, engine_ids: Sequence[str], reason: str) -> None:
-        """FENCED by the coordinator."""
+        """FENCED by the coordinator; failed in the running plan unless confirmed in it."""
         ...
 
-    async def complete(self, plan: PushPlan, status: PushStatus) -> None: ...
+    async def complete(self, plan: PushPlan, status: PushStatus) -> None:
+        """End the newest plan as LIVE or FAILED. A no-op if `plan` is not the newest or has ended."""
+        ...
 
     async def state(self) -> RegistryState: ...
 
