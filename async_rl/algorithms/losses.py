@@ -162,7 +162,7 @@ class _Surrogate:
 def _surrogate(policy_logprobs_T: Tensor, old_logprobs_T: Tensor, tokens: LossTokens, clip: ClipRange) -> _Surrogate:
     """min(r A, clip(r, 1 − low, 1 + high) A) per token, with r = policy/old."""
     mask_T = tokens.loss_mask
-    advantages_T = torch.where(mask_T, tokens.advantages.float(), 0.0)
+    advantages_T = tokens.advantages.float()
     ratio = importance_ratio(policy_logprobs_T, old_logprobs_T, mask_T)
     unclipped_T = ratio.values * advantages_T
     clipped_T = ratio.values.clamp(1.0 - clip.low, 1.0 + clip.high) * advantages_T

@@ -48,7 +48,7 @@ def test_judge_uses_oldest_version_of_a_mixed_trajectory() -> None:
 
 
 def test_a_token_is_as_old_as_the_kv_it_attended_to() -> None:
-    verdict = verdict_on(make_trajectory(versions=[4, 7, 7, 7], kv_versions=[4, 4, 4, 4]), stragglers="mask")
+    verdict = verdict_on(make_trajectory(versions=7, kv_versions=4), stragglers="mask")
     assert (verdict.verdict, verdict.lag, verdict.num_trained) == (Verdict.DROP, 3, 0)
 
 
