@@ -1,0 +1,431 @@
+"""The trainer's loop on rank 0: replay what the log says, then take in, compose, train, announce, push.
+
+It waits for two things only, and says which: for groups, and (at the end) for the last push. Pushes run beside training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from async_rl.config.run import RunConfig
+from async_rl.errors import DeadlineExceeded
+from async_rl.logs import Event, get_logger
+from async_rl.registry.versions import VersionRegistry
+from async_rl.run_dir.files import JsonLinesWriter, read_json_lines
+from async_rl.run_dir.intake_log import IntakeLog, newest_epoch
+from async_rl.run_dir.layout import RunLayout
+from async_rl.trainer.intake import BatchSettings, ComposedStep, Intake
+from async_rl.trainer.learner import Learner, Progress, StepResult
+from async_rl.trainer.step_metrics import group_metrics
+from async_rl.weights.publisher import Publisher, PushRequest, PushStats
+from protocol.streams import RunState, Streams
+
+READ_COUNT = 64
+READ_BLOCK_S = 1.0
+SAY_WAITING_S = 10.0
+WAIT_SLICE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerResult:
+    """How a trainer's run ended."""
+
+    policy_version: int
+    finished: bool  # False: stopped before max_steps or the data's end
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Where the trainer's time went, in seconds since this incarnation began training."""
+
+    now: Callable[[], float]
+    started: float = 0.0
+    waiting: float = 0.0
+    blocked_by_push: float = 0.0
+    before: float = 0.0  # seconds of earlier incarnations
+
+    def start(self) -> None:
+        self.started = self.now()
+
+    @property
+    def elapsed(self) -> float:
+        return self.now() - self.started
+
+    @property
+    def idle_share(self) -> float:
+        return self.waiting / self.elapsed if self.elapsed > 0 else 0.0
+
+
+@dataclass(slots=True)
+class _Pushes:
+    """Pushes that ended since the last metrics line."""
+
+    finished: list[PushStats] = field(default_factory=list)
+
+    def take(self) -> list[dict[str, Any]]:
+        taken, self.finished = self.finished, []
+        return [stats.to_record() for stats in taken]
+
+
+class TrainerLoop:
+    """One incarnation of the trainer. `run` returns when the run has ended, or after `stop()`."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        streams: Streams,
+        registry: VersionRegistry,
+        learner: Learner,
+        worker_id: str,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._layout = RunLayout(Path(config.run_dir))
+        self._streams = streams
+        self._registry = registry
+        self._learner = learner
+        self._worker_id = worker_id
+        self._now = now
+        self._log = get_logger()
+        self._clock = _Clock(now)
+        self._pushes = _Pushes()
+        self._arrived = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._epoch = 0
+        self._trained_through = 0
+        self._recent: list[list[int]] = []
+
+    def stop(self) -> None:
+        """Finish the current step, write a checkpoint, end."""
+        self._stopping.set()
+        self._arrived.set()
+
+    async def run(self) -> TrainerResult:
+        """Train until max_steps, the data's end or `stop()`.
+
+        Raises: EpochFenced if a newer trainer starts; IntakeLogError, CheckpointError; DeadlineExceeded if no group arrives
+        for trainer.idle_timeout_s.
+        """
+        await self._streams.open()
+        progress = await asyncio.to_thread(self._learner.restore)
+        self._epoch = await self._streams.raise_epoch(newest_epoch(self._layout.intake_dir) + 1)
+        log = await asyncio.to_thread(IntakeLog.open, self._layout.intake_dir, epoch=self._epoch)
+        try:
+            return await self._run(log, progress)
+        finally:
+            log.close()
+
+    async def _run(self, log: IntakeLog, progress: Progress) -> TrainerResult:
+        for warning in log.index.warnings:
+            self._log.warning(Event.LOG_SEALED, warning=warning)
+        self._log.info(
+            Event.EPOCH_RAISED, epoch=self._epoch, checkpoint_version=progress.version, segments=len(log.index.sealed)
+        )
+        intake = Intake(self._streams, log, self._batch_settings())
+        self._trained_through = progress.groups_trained
+        metrics = self._open_metrics()
+        publisher = Publisher(self._registry, self._config, epoch=self._epoch, on_complete=self._pushes.finished.append)
+        self._clock.start()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                helpers = [tasks.create_task(publisher.run()), tasks.create_task(self._heartbeat())]
+                await self._replay(intake, progress, metrics)
+                if await self._already_ended(progress):
+                    result = TrainerResult(progress.version, finished=True)
+                else:
+                    await self._push(publisher, intake, progress, blocking=True)
+                    helpers.append(tasks.create_task(self._take_in(intake)))
+                    result = await self._train(intake, progress, publisher, metrics)
+                await self._finish(intake, progress, publisher, result)
+                for helper in helpers:
+                    helper.cancel()
+        finally:
+            metrics.close()
+            publisher.close()
+        return result
+
+    # -- intake ------------------------------------------------------------------------------------------------------
+    async def _take_in(self, intake: Intake) -> None:
+        """Stream to log, for as long as it runs. At idle moments, what older incarnations still hold, and dead tasks."""
+        server = await self._streams.server_id()
+        while True:
+            deliveries = await self._streams.read_groups(self._epoch, count=READ_COUNT, block_s=READ_BLOCK_S)
+            if not deliveries:
+                deliveries = await self._streams.take_over(self._epoch, count=READ_COUNT)
+                await self._bury_dead(intake)
+                server = await self._after_server_change(server)
+            if deliveries and await intake.take_in(deliveries):
+                self._arrived.set()
+
+    async def _bury_dead(self, intake: Intake) -> None:
+        dead = await self._streams.newly_dead(self._epoch)
+        if dead:
+            await intake.record_dead(list(dead.items()))
+            await self._streams.finish_dead(self._epoch, list(dead))
+            await self._streams.report(self._epoch, discarded=intake.discarded)
+
+    async def _after_server_change(self, server: str) -> str:
+        """A restarted server may have lost its last writes: the epoch and what this trainer reported among them."""
+        current = await self._streams.server_id()
+        if current != server:
+            self._log.warning(Event.QUEUE_BACK, server=current, before=server)
+            await self._streams.raise_epoch(self._epoch)
+        return current
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+    async def _replay(self, intake: Intake, progress: Progress, metrics: _Metrics) -> None:
+        """Train what the log recorded after the checkpoint: same groups, same order, same verdicts."""
+        records = intake.recorded_steps(progress.records_applied)
+        for record in records:
+            step = await asyncio.to_thread(intake.recorded, record)
+            if record.trains and record.batch == record.step:
+                later = [r for r in records if r.batch == record.batch and r.step > record.step]
+                batch = [step, *[await asyncio.to_thread(intake.recorded, r) for r in later]]
+                await asyncio.to_thread(self._learner.begin_batch, batch)
+            await self._apply(step, intake, progress, metrics, waited_s=0.0, replayed=True)
+        if records:
+            self._log.info(Event.LOG_REPLAYED, steps=len(records), version=progress.version)
+        await self._streams.report(self._epoch, discarded=intake.discarded)
+
+    async def _train(self, intake: Intake, progress: Progress, publisher: Publisher, metrics: _Metrics) -> TrainerResult:
+        max_steps = self._config.trainer.max_steps
+        while progress.version < max_steps and not self._stopping.is_set():
+            steps = min(self._config.trainer.steps_per_batch, max_steps - progress.version)
+            batch, waited_s = await self._wait_for_batch(intake, progress, steps)
+            if not batch:
+                break
+            await self._train_batch(batch, waited_s, intake, progress, publisher, metrics)
+            if progress.version - progress.checkpoint_version >= self._config.checkpoint.every_steps:
+                await self._checkpoint(intake, progress)
+        return TrainerResult(progress.version, finished=not self._stopping.is_set())
+
+    async def _train_batch(
+        self,
+        batch: Sequence[ComposedStep],
+        waited_s: float,
+        intake: Intake,
+        progress: Progress,
+        publisher: Publisher,
+        metrics: _Metrics,
+    ) -> None:
+        await asyncio.to_thread(self._learner.begin_batch, batch)
+        first = batch[0]
+        for number, planned in enumerate(batch):
+            last = number == len(batch) - 1
+            step = (
+                first
+                if number == 0
+                else await intake.compose_next(planned, progress.version, batch=first.record.batch, last=last)
+            )
+            applied = await self._apply(step, intake, progress, metrics, waited_s=waited_s, replayed=False)
+            await self._announce(applied, intake, progress, publisher)
+            waited_s = 0.0
+
+    async def _apply(
+        self, step: ComposedStep, intake: Intake, progress: Progress, metrics: _Metrics, *, waited_s: float, replayed: bool
+    ) -> bool:
+        """Train one recorded step and account for it. False: nothing was applied."""
+        progress.records_applied = step.record.step + 1
+        if not step.record.trains:
+            return False
+        started = self._now()
+        result = await asyncio.to_thread(self._learner.train, step)
+        if result.skip_reason is not None:
+            self._log.warning(Event.STEP_SKIPPED, step=step.record.step, reason=result.skip_reason)
+            await intake.record_skip(step.record.step, result.skip_reason)
+        else:
+            progress.version += 1
+            self._trained_through += sum(verdict.trains for verdict in step.verdicts)
+            progress.groups_trained = self._trained_through
+        self._remember(step)
+        line = self._metrics_line(step, result, progress, intake, waited_s, self._now() - started)
+        metrics.write({**line, "replayed": replayed})
+        return result.skip_reason is None
+
+    async def _announce(self, applied: bool, intake: Intake, progress: Progress, publisher: Publisher) -> None:
+        """Tell the registry; push when it is due, or when this was the last step."""
+        due = progress.version % self._config.weights.push_every == 0 or progress.version >= self._config.trainer.max_steps
+        if applied and due:
+            await self._push(publisher, intake, progress, blocking=False)
+        else:
+            await publisher.announce(progress.version, trained_through=self._trained_through, discarded=intake.discarded)
+        await self._streams.report(self._epoch, discarded=intake.discarded)
+
+    async def _push(self, publisher: Publisher, intake: Intake, progress: Progress, *, blocking: bool) -> None:
+        """Snapshot the weights and hand them to the publisher, which sends them beside the next step."""
+        started = self._now()
+        snapshot, probe = await asyncio.to_thread(self._learner.snapshot, self._probe_sequences())
+        request = PushRequest(
+            version=progress.version,
+            snapshot=snapshot,
+            probe=probe,
+            trained_through=self._trained_through,
+            discarded=intake.discarded,
+            blocked_s=self._now() - started,
+        )
+        await publisher.submit(request)
+        self._clock.blocked_by_push += self._now() - started
+        if blocking:
+            self._log.info(Event.VERSION_ANNOUNCED, version=progress.version, epoch=self._epoch)
+
+    # -- waiting -----------------------------------------------------------------------------------------------------
+    async def _wait_for_batch(self, intake: Intake, progress: Progress, steps: int) -> tuple[list[ComposedStep], float]:
+        """Wait until a batch can be drawn. An empty one: the data has ended, or stop() was called."""
+        started, said = self._now(), False
+        discarded = intake.discarded
+        while not self._stopping.is_set():
+            self._arrived.clear()
+            batch = await intake.compose_batch(progress.version, steps=steps, partial=False)
+            if intake.discarded != discarded:  # admission replaces what was ended
+                discarded = intake.discarded
+                await self._streams.report(self._epoch, discarded=discarded)
+            if not batch and await self._data_ended():
+                batch = await intake.compose_batch(progress.version, steps=steps, partial=True)
+                if not batch:
+                    break
+            waited = self._now() - started
+            if batch:
+                self._clock.waiting += waited
+                return batch, waited
+            said = await self._keep_waiting(waited, said, intake)
+        return [], self._now() - started
+
+    async def _keep_waiting(self, waited: float, said: bool, intake: Intake) -> bool:
+        """One slice of the wait for groups; says after a while, and gives up at the deadline, whom it waits for."""
+        limit = self._config.trainer.idle_timeout_s
+        if waited >= limit or (waited >= SAY_WAITING_S and not said):
+            whom = await self._whom_it_waits_for(intake)
+            if waited >= limit:
+                raise DeadlineExceeded(f"no full batch for {waited:.0f} s (trainer.idle_timeout_s={limit:g}): {whom}")
+            self._log.warning(Event.WAITING, waiting_for=whom, seconds=round(waited, 1))
+            said = True
+        await asyncio.to_thread(self._learner.idle)
+        try:
+            async with asyncio.timeout(WAIT_SLICE_S):
+                await self._arrived.wait()
+        except TimeoutError:
+            pass
+        return said
+
+    async def _whom_it_waits_for(self, intake: Intake) -> str:
+        counters = await self._streams.counters()
+        state = await self._registry.state()
+        workers = {worker.worker_id for worker in await self._streams.workers() if worker.role == "rollout"}
+        engines = ", ".join(f"{e.engine_id} {e.status.value} v{e.serving_version}" for e in state.engines.values()) or "none"
+        return (
+            f"{intake.num_pending} groups waiting of {self._config.trainer.groups_per_step} needed, {counters.outstanding} tasks "
+            f"outstanding of {counters.issued} issued, {len(workers)} rollout workers alive, engines: {engines}"
+        )
+
+    async def _data_ended(self) -> bool:
+        counters = await self._streams.counters()
+        return counters.state is RunState.EXHAUSTED and counters.outstanding == 0
+
+    # -- beginning and end -------------------------------------------------------------------------------------------
+    async def _already_ended(self, progress: Progress) -> bool:
+        """Whether a resumed run has nothing left to do; one that ended before max_steps was raised is opened again."""
+        if (await self._streams.counters()).state is not RunState.ENDED:
+            return progress.version >= self._config.trainer.max_steps
+        if progress.version >= self._config.trainer.max_steps:
+            return True
+        await self._streams.reopen(self._epoch)
+        return False
+
+    async def _finish(self, intake: Intake, progress: Progress, publisher: Publisher, result: TrainerResult) -> None:
+        if result.finished:
+            await publisher.drain(timeout_s=self._config.weights.deadline_s)
+        if progress.version != progress.checkpoint_version or result.finished:
+            await self._checkpoint(intake, progress)
+        if not result.finished:
+            self._log.info(Event.RUN_INTERRUPTED, version=progress.version)
+            return
+        outstanding = await self._streams.end_run(self._epoch)
+        counters = await self._streams.counters()
+        unused = await intake.record_end(outstanding, issued=counters.issued)
+        await self._streams.clear(self._epoch)
+        self._log.info(Event.RUN_ENDED, version=progress.version, unused=len(unused), issued=counters.issued)
+
+    async def _checkpoint(self, intake: Intake, progress: Progress) -> None:
+        counters = await self._streams.counters()
+        started = self._now()
+        path = await asyncio.to_thread(
+            self._learner.save, progress, intake.position, cursor=counters.cursor, issued=counters.issued
+        )
+        progress.checkpoint_version = progress.version
+        self._log.info(Event.CHECKPOINT_WRITTEN, path=str(path), version=progress.version, seconds=self._now() - started)
+
+    async def _heartbeat(self) -> None:
+        while True:
+            await self._streams.heartbeat(self._worker_id, "trainer", ttl_s=self._config.redis.lease_s)
+            await asyncio.sleep(self._config.redis.lease_s / 4)
+
+    # -- figures -----------------------------------------------------------------------------------------------------
+    def _remember(self, step: ComposedStep) -> None:
+        """Keep a few trained trajectories: the next push's proof scores what the engines really sampled."""
+        trajectories = [t for group in step.groups for t in group.trajectories if t.num_sampled]
+        self._recent = [t.token_ids.tolist() for t in trajectories[: self._config.weights.probe_sequences]]
+
+    def _probe_sequences(self) -> Sequence[Sequence[int]]:
+        return self._recent or self._learner.random_sequences(self._config.weights.probe_sequences)
+
+    def _metrics_line(
+        self, step: ComposedStep, result: StepResult, progress: Progress, intake: Intake, waited_s: float, train_s: float
+    ) -> dict[str, Any]:
+        return {
+            "step": progress.version,
+            "policy_version": progress.version,
+            "record": step.record.step,
+            "epoch": self._epoch,
+            "seconds": self._clock.before + self._clock.elapsed,
+            "time_s": time.time(),
+            **group_metrics(step),
+            **result.metrics,
+            "skip_reason": result.skip_reason,
+            "tokens_per_s": result.metrics["tokens"] / train_s if train_s > 0 else None,
+            "groups_dropped": intake.discarded,
+            "groups_waiting": intake.num_pending,
+            "wait_s": waited_s,
+            "train_s": train_s,
+            "trainer_idle_share": self._clock.idle_share,
+            "push_blocked_s": self._clock.blocked_by_push,
+            "pushes": self._pushes.take(),
+        }
+
+    def _open_metrics(self) -> _Metrics:
+        last = None
+        for last in read_json_lines(self._layout.metrics_jsonl):
+            pass
+        self._clock.before = float(last["seconds"]) if last and last.get("seconds") else 0.0
+        return _Metrics(JsonLinesWriter(self._layout.metrics_jsonl), -1 if last is None else int(last["record"]))
+
+    def _batch_settings(self) -> BatchSettings:
+        config = self._config
+        return BatchSettings(
+            groups_per_step=config.trainer.groups_per_step,
+            steps_per_batch=config.trainer.steps_per_batch,
+            max_lag=config.staleness.max_lag,
+            stragglers=config.staleness.stragglers,
+            seed=config.seed,
+        )
+
+
+class _Metrics:
+    """metrics.jsonl: a line per step record, once, however often a restart trains it again."""
+
+    def __init__(self, writer: JsonLinesWriter, newest_record: int) -> None:
+        self._writer = writer
+        self._newest_record = newest_record
+
+    def write(self, line: dict[str, Any]) -> None:
+        if line["record"] > self._newest_record:
+            self._newest_record = line["record"]
+            self._writer.write(line)
+
+    def close(self) -> None:
+        self._writer.close()

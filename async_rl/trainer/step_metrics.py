@@ -1,0 +1,54 @@
+"""One line of metrics.jsonl per optimizer step. Units in the names; shares are of what the name says, in [0, 1]."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from async_rl.algorithms.staleness import Verdict
+from async_rl.trainer.intake import ComposedStep
+
+
+def group_metrics(step: ComposedStep) -> dict[str, Any]:
+    """What the groups of a step say: rewards, lag, what was dropped, masked or invalid, lengths, latencies."""
+    verdicts = [verdict for group in step.verdicts for verdict in group.trajectories]
+    trajectories = [trajectory for group in step.groups for trajectory in group.trajectories]
+    counts = Counter(verdict.verdict for verdict in verdicts)
+    lags = [verdict.lag for verdict in verdicts if verdict.trains and verdict.lag is not None]
+    queue_lags = [verdict.lag_in_queue for verdict in verdicts if verdict.trains and verdict.lag_in_queue is not None]
+    tokens = sum(verdict.num_tokens for verdict in verdicts)
+    masked = sum(verdict.num_masked for verdict in verdicts)
+    rewards = [t.reward.value for t in trajectories if t.reward is not None and t.reward.value is not None]
+    errors = Counter(t.reward.error_type for t in trajectories if t.reward is not None and t.reward.error_type is not None)
+    return {
+        "groups": len(step.groups),
+        "trajectories": len(trajectories),
+        "reward_mean": _mean(rewards),
+        "reward_std": float(np.std(rewards)) if rewards else None,
+        "rewards_invalid": dict(errors),
+        "groups_without_signal": sum(_equal_rewards(group.trajectories) for group in step.groups),
+        "lag_mean": _mean(lags),
+        "lag_max": max(lags, default=None),
+        "lag_histogram": {str(lag): count for lag, count in sorted(Counter(lags).items())},
+        "lag_in_queue_mean": _mean(queue_lags),
+        "trajectories_dropped": counts[Verdict.DROP],
+        "trajectories_masked": counts[Verdict.MASK],
+        "trajectories_invalid": counts[Verdict.INVALID],
+        "tokens_masked_share": masked / tokens if tokens else 0.0,
+        "length_mean_trained": _mean([v.num_tokens for v in verdicts if v.trains]),
+        "length_mean_discarded": _mean([v.num_tokens for v in verdicts if not v.trains]),
+        "generate_s_mean": _mean([t.timings.generate_s for t in trajectories]),
+        "queued_s_mean": _mean([t.timings.queued_s for t in trajectories]),
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def _equal_rewards(trajectories: Sequence[Any]) -> bool:
+    values = {t.reward.value for t in trajectories if t.reward is not None and t.reward.value is not None}
+    return len(values) < 2
