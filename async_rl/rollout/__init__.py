@@ -1,0 +1,1 @@
+"""Sampling: the engine that decodes, and the loop that turns tasks into groups."""
