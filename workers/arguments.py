@@ -6,19 +6,22 @@ import errno
 import os
 import secrets
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
+from async_rl import logs
 from async_rl.config import Origin, RunConfig, check, load_config
 from async_rl.config.text import environment_variable
 from async_rl.errors import AsyncRLError, ConfigError, ProtocolError, RunDirError, exit_code
-from async_rl.logs import Event, get_logger, redact_url
-from async_rl.run_dir.layout import RunLayout
+from async_rl.launch.local import write_config
+from async_rl.logs import Event, redact_url
+from async_rl.run_dir.layout import RunLayout, create_run, open_run
 
 INTERRUPTED = 130
 REDIS_URL_VARIABLE = environment_variable("redis.url")
@@ -26,19 +29,21 @@ REDIS_URL_VARIABLE = environment_variable("redis.url")
 
 @dataclass(frozen=True, slots=True)
 class RoleArguments:
-    """What a role process was started with. `config` is loaded and checked."""
+    """What a role process was started with. `config` is loaded and checked; logging is configured when `run` is called."""
 
     role: str
     config: RunConfig
     origins: Mapping[str, Origin]
+    run_id: str
+    """Empty with --dry-run, which opens no run."""
     worker_id: str
     """Unique per process unless --worker-id was given: a worker that restarts is another worker."""
     index: int
     debug: bool
 
     @property
-    def run_dir(self) -> Path:
-        return self.config.run_dir
+    def layout(self) -> RunLayout:
+        return RunLayout(self.config.run_dir)
 
 
 def role_main(
@@ -48,9 +53,11 @@ def role_main(
     *,
     plan: Callable[[RoleArguments], Mapping[str, str]] = lambda _: {},
 ) -> NoReturn:
-    """The whole `main()` of a role: parse, load, check, then `run`, or print what would run (`--dry-run`). Exits.
+    """The whole `main()` of a role. Exits.
 
-    `plan` adds lines to what `--dry-run` prints.
+    Parse, load and check; with --dry-run print what would run (`plan` adds lines). Else open the run directory, configure
+    logging and call `run`. The coordinator makes a run directory that is missing; the other roles wait for it, as long as
+    redis.retry_s: outside the local launcher nobody says in which order roles start.
     """
 
     def command(
@@ -70,7 +77,7 @@ def role_main(
         if dry_run:
             _print_plan(arguments, plan(arguments))
         else:
-            run(arguments)
+            _run_logged(_attached(arguments), run)
 
     command.__doc__ = f"Run one {role} process. Any setting of the config can be set: --section.key=value."
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -152,7 +159,7 @@ def cli_errors(*, debug: bool | None = None) -> Iterator[None]:
 
 
 def describe(error: BaseException) -> tuple[str, int]:
-    """One line (or one per problem) for people, and the exit code. What nobody foresaw is logged with its traceback."""
+    """One line (or one per problem) for people, and the exit code."""
     error = main_cause(error)
     if isinstance(error, AsyncRLError | ProtocolError):
         return str(error) or type(error).__name__, exit_code(error)
@@ -162,9 +169,8 @@ def describe(error: BaseException) -> tuple[str, int]:
     if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
         where = f" while writing {error.filename}" if error.filename else ""
         return f"the disk is full{where}: free space, then continue with --resume", RunDirError.exit_code
-    get_logger().error(Event.ROLE_FAILED, exc_info=error)
     text = " ".join(str(error).split())
-    return f"unexpected {type(error).__name__}: {text} (traceback in the role's log, or with --debug)", exit_code(error)
+    return f"unexpected {type(error).__name__}: {text} (traceback with --debug)", exit_code(error)
 
 
 def main_cause(error: BaseException) -> BaseException:
@@ -189,16 +195,53 @@ def _role_arguments(
         if run_dir is None:
             raise ConfigError("CONFIG is missing: name a TOML file, or a run directory with --run-dir")
         path = RunLayout(run_dir).config_toml
+    env: Mapping[str, str] = os.environ
+    if path.name == RunLayout(path.parent).config_toml.name and RunLayout(path.parent).run_json.exists():
+        # A run's own config.toml is resolved: flags of the run beat the environment, which must not come back on top here, save
+        # for the server's address: its password is never written, so the supervisor hands it over by environment.
+        env = {name: value for name, value in os.environ.items() if name == REDIS_URL_VARIABLE}
+        run_dir = run_dir or path.parent
     if run_dir is not None:
-        overrides = [*overrides, f"--run_dir={run_dir}"]
-    # A run's own config.toml is resolved already: flags of the run beat the environment, which must not come back on top here,
-    # save for the server's address: its password is never written, so the supervisor hands it over by environment.
-    resolved = path.name == RunLayout(path.parent).config_toml.name and RunLayout(path.parent).run_json.exists()
-    handed_over = {name: value for name, value in os.environ.items() if name == REDIS_URL_VARIABLE}
-    loaded = load_config(path, overrides, handed_over if resolved else os.environ)
+        overrides = [f"--run_dir={run_dir}", *overrides]
+    loaded = load_config(path, overrides, env)
     check(loaded.config)
     name = worker_id or f"{role}-{index}-{secrets.token_hex(3)}"
-    return RoleArguments(role, loaded.config, loaded.origins, name, index, debug)
+    return RoleArguments(role, loaded.config, loaded.origins, "", name, index, debug)
+
+
+def _attached(arguments: RoleArguments, sleep: Callable[[float], None] = time.sleep) -> RoleArguments:
+    """Open the run, or make it (coordinator), or wait until somebody did. Raises: RunDirError."""
+    layout = arguments.layout
+    if arguments.role == "coordinator" and not layout.run_json.exists():
+        create_run(layout.root)
+        write_config(arguments.config, layout)
+    deadline = time.monotonic() + arguments.config.redis.retry_s
+    while not layout.run_json.exists() and time.monotonic() < deadline:
+        sleep(0.2)
+    _, identity = open_run(layout.root)
+    return replace(arguments, run_id=identity.run_id)
+
+
+def _run_logged(arguments: RoleArguments, run: Callable[[RoleArguments], None]) -> None:
+    alone = arguments.role == "coordinator" or (arguments.role == "trainer" and arguments.config.trainer.world_size == 1)
+    logs.configure(
+        role=arguments.role,
+        worker_id=arguments.worker_id,
+        run_id=arguments.run_id,
+        run_dir=arguments.layout.root,
+        index=None if alone else arguments.index,
+        level=arguments.config.logging.level,
+    )
+    log = logs.get_logger()
+    log.info(Event.ROLE_STARTED, pid=os.getpid(), index=arguments.index)
+    try:
+        run(arguments)
+    except Exception as error:
+        cause = main_cause(error)
+        expected = isinstance(cause, AsyncRLError | ProtocolError)
+        log.error(Event.ROLE_FAILED, error=describe(cause)[0], exc_info=False if expected else error)
+        raise
+    log.info(Event.ROLE_ENDED)
 
 
 def _print_plan(arguments: RoleArguments, more: Mapping[str, str]) -> None:
@@ -214,7 +257,7 @@ def _print_plan(arguments: RoleArguments, more: Mapping[str, str]) -> None:
         **more,
     }
     width = max(map(len, lines))
-    print("config is valid; this would run:")
+    print("The config is valid. This would run:")
     for name, value in lines.items():
         print(f"  {name:<{width}}  {value}")
 
