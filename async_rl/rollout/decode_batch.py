@@ -35,7 +35,7 @@ class Member(NamedTuple):
     """A row's owner."""
 
     request: Request
-    index: int
+    member: int
     admitted_s: float
 
 
@@ -145,7 +145,7 @@ class DecodeBatch:
         """Prefill each prompt once, give every member a row with its KV, and sample their first tokens."""
         cache, table, now_s = self._cache, self._table, self._now()
         prompts = [request.prompt for request, _ in chunk]
-        members = [Member(request, index, now_s) for request, indices in chunk for index in indices]
+        members = [Member(request, member, now_s) for request, indices in chunk for member in indices]
         first, rows = self.num_running, slice(self.num_running, self.num_running + len(members))
         if first == 0:
             cache.lo = cache.cur = 0
@@ -161,7 +161,7 @@ class DecodeBatch:
             source = None
         cache.fill(rows, cache.cur, layers, source)
         self._members += members
-        added = [(member.request.prompt, member.request.sampling[member.index]) for member in members]
+        added = [(owner.request.prompt, owner.request.sampling[owner.member]) for owner in members]
         table.add(first, cache.cur, added, max_context=self._max_context, version=self.version)
         cache.set_rows(rows.stop)
         cache.lo = table.first_start()
@@ -176,8 +176,8 @@ class DecodeBatch:
         now_s = self._now()
         done: list[Request] = []
         for row in rows.tolist():
-            request, index, admitted_s = self._members[row]
-            request.complete(index, self._completion(row, admitted_s - request.submitted_s, now_s - admitted_s))
+            request, member, admitted_s = self._members[row]
+            request.complete(member, self._completion(row, admitted_s - request.submitted_s, now_s - admitted_s))
             if request.num_left == 0:
                 done.append(request)
         self._remove(rows.tolist())

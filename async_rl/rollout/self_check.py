@@ -36,7 +36,8 @@ def check_against_model(model: PreTrainedModel, forward: Forward) -> None:
     if not difference <= _TOLERANCE[model.dtype]:
         raise EngineError(
             f"rollout.engine=torch cannot run {type(model).__name__}: its logits differ from the model's own by "
-            f"{difference:.1e} (relative; at most {_TOLERANCE[model.dtype]:.0e}); it treats positions, masks or its cache in a way of its own"
+            f"{difference:.1e} (relative; at most {_TOLERANCE[model.dtype]:.0e}); it treats positions, masks or its cache "
+            "in a way of its own"
         )
 
 

@@ -27,6 +27,8 @@ class TokenTable:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
+        self._uniforms: npt.NDArray[np.float64] | None = None
+        self._uniforms_from = 0
         self._allocate(0, 0, num_stops=1)
         self.changed(0)
 
@@ -131,8 +133,7 @@ class TokenTable:
     def changed(self, num_rows: int) -> None:
         """The first `num_rows` rows are the live ones now; forget what was derived from the others."""
         self._num_rows = num_rows
-        self._uniforms: npt.NDArray[np.float64] | None = None
-        self._uniforms_from = 0
+        self._uniforms = None
         start, temperatures = self.start[:num_rows], self.temperatures[:num_rows]
         self._same_start = num_rows == 0 or bool((start == start[0]).all())
         shared = num_rows == 0 or bool((temperatures == temperatures[0]).all())

@@ -195,9 +195,7 @@ class TorchEngine:
 
     def _require_serving(self) -> None:
         if self._phase in (Phase.UNPROVEN, Phase.WITHDRAWN) or self._version is None:
-            raise NotServing(
-                f"engine {self._engine_id} samples nothing: {self._reason}; it needs a push that is proven and served"
-            )
+            raise NotServing(f"engine {self._engine_id} samples nothing: {self._reason}; push a version and serve it")
 
     def _send(self) -> None:
         requests, self._unsent = self._unsent, []
@@ -306,9 +304,7 @@ class TorchEngine:
         if self._phase is Phase.WITHDRAWN:
             raise EngineError(f"version {version} cannot be served by engine {self._engine_id}: {self._reason}; swap first")
         if self._held_version not in (None, version):
-            raise EngineError(
-                f"version {version} cannot be served: engine {self._engine_id} holds version {self._held_version}"
-            )
+            raise EngineError(f"version {version} cannot be served: {self._engine_id} holds version {self._held_version}")
         if self._phase is not Phase.SERVING or self._version != version:
             model.batch.serve(version, recompute=self._config.kv == "recompute")
         self._phase, self._version, self._paused_since_s = Phase.SERVING, version, None
@@ -321,7 +317,8 @@ class TorchEngine:
     def _give_up_waiting(self, model: LoadedModel) -> None:
         waiting = list(self._open.values())
         error = NotServing(
-            f"{len(waiting)} requests waited {self._wait_timeout_s:g} s for engine {self._engine_id} to serve again: {self._reason}"
+            f"{len(waiting)} requests waited {self._wait_timeout_s:g} s for engine {self._engine_id} to serve again: "
+            f"{self._reason}"
         )
         for request in waiting:
             model.batch.abort(request)

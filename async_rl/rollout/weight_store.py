@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import threading
 from collections.abc import Mapping
 
@@ -10,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from async_rl.errors import EngineError, ManifestMismatch
-from async_rl.weights.manifest import WIRE_DTYPES, Manifest, tensor_digest
+from async_rl.weights.manifest import WIRE_DTYPES, Manifest, check_names, tensor_digest
 
 
 class WeightStore:
@@ -26,41 +25,15 @@ class WeightStore:
 
         A tie that the model does not share is accepted: the alias gets a copy of its owner.
         """
-        sent = {entry.name: entry.shape for entry in manifest.entries}
-        self._check_names(sent, dict(manifest.ties))
+        check_names(manifest, {name: tuple(tensor.shape) for name, tensor in self._tensors.items()})
+        sender: dict[str, str] = {}
         for entry in manifest.entries:
-            held = tuple(self._tensors[entry.name].shape)
-            if held != tuple(entry.shape):
+            other = sender.setdefault(self._owner[entry.name], entry.name)
+            if other != entry.name:
                 raise ManifestMismatch(
-                    f"{entry.name}: version {manifest.version} sends shape {entry.shape}, the engine has {held}"
-                )
-        owners: dict[str, str] = {}
-        for name in sent:
-            other = owners.setdefault(self._owner[name], name)
-            if other != name:
-                raise ManifestMismatch(
-                    f"version {manifest.version} sends {other} and {name} apart, but they are one tensor in the engine's model; "
+                    f"the manifest sends {other} and {entry.name} apart, but they are one tensor in the engine's model; "
                     "use the same tie_word_embeddings on both sides"
                 )
-
-    def _check_names(self, sent: Mapping[str, tuple[int, ...]], ties: Mapping[str, str]) -> None:
-        for alias, owner in ties.items():
-            if owner not in sent or alias in sent:
-                raise ManifestMismatch(
-                    f"tie {alias} -> {owner}: the owner must be among the sent tensors, and the alias must not"
-                )
-        named = {*sent, *ties}
-        unknown, missing = sorted(named - self._tensors.keys()), sorted(self._tensors.keys() - named)
-        if unknown:
-            near = difflib.get_close_matches(unknown[0], self._tensors.keys(), n=1)
-            hint = f"; the nearest is {near[0]}" if near else ""
-            raise ManifestMismatch(
-                f"the manifest names {unknown[0]} ({len(unknown)} such), unknown to the engine's model{hint}"
-            )
-        if missing:
-            near = difflib.get_close_matches(missing[0], named, n=1)
-            hint = f"; the nearest is {near[0]}" if near else ""
-            raise ManifestMismatch(f"the manifest lacks {missing[0]} ({len(missing)} such) of the engine's model{hint}")
 
     def require(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raises: ManifestMismatch unless the manifest fits the model, and `tensors` the manifest."""
@@ -81,7 +54,7 @@ class WeightStore:
             for entry in manifest.entries:
                 self._tensors[entry.name].copy_(tensors[entry.name])
             for alias, owner in manifest.ties:
-                if self._owner[alias] != self._owner[owner]:
+                if alias in self._owner and self._owner[alias] != self._owner[owner]:
                     self._tensors[alias].copy_(tensors[owner])
 
     def digests(self, manifest: Manifest) -> Mapping[str, str]:
@@ -99,8 +72,5 @@ class WeightStore:
 
 def _owners(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Name → first name that has the same tensor (tied names share one)."""
-    first: dict[tuple[int, int, tuple[int, ...]], str] = {}
-    return {
-        name: first.setdefault((tensor.data_ptr(), tensor.storage_offset(), tuple(tensor.shape)), name)
-        for name, tensor in tensors.items()
-    }
+    first: dict[tuple[int, tuple[int, ...]], str] = {}
+    return {name: first.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name) for name, tensor in tensors.items()}
