@@ -47,7 +47,7 @@ class Keys:
 
     @property
     def none(self) -> str:
-        """Never exists. A PEXPIRE or SETRANGE of it does nothing, but is a write: it decides what a full server does with the script."""
+        """Never exists. A PEXPIRE or SETRANGE of it changes nothing, but decides what a full server does with a script."""
         return f"{self.prefix}none"
 
     @property

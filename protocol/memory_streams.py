@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from protocol.errors import EpochFenced, MessageTooLarge, QueueRefused
+from protocol.errors import EpochFenced, QueueRefused
 from protocol.keys import epoch_of_consumer, trainer_consumer
 from protocol.streams import (
+    SUSPECT_DELIVERIES,
     Counters,
     Delivery,
     Finished,
@@ -23,19 +24,8 @@ from protocol.streams import (
     Stream,
     StreamDepth,
     WorkerLease,
+    check_size,
 )
-
-SUSPECT_DELIVERIES = 2
-"""From this many earlier deliveries on, an entry is claimed alone."""
-
-
-def check_size(payload: bytes, max_message_bytes: int, what: str) -> None:
-    """Raise MessageTooLarge, naming both sizes."""
-    if len(payload) > max_message_bytes:
-        raise MessageTooLarge(
-            f"{what} has {len(payload)} bytes, more than redis.max_message_bytes={max_message_bytes}; "
-            f"make group_size or max_new_tokens smaller, or raise the limit"
-        )
 
 
 @dataclass(slots=True)

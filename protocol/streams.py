@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from protocol.errors import MessageTooLarge
+
 
 class Stream(StrEnum):
     TASKS = "tasks"
@@ -21,6 +23,9 @@ class Stream(StrEnum):
 
 GROUP_OF: Mapping[Stream, str] = {Stream.TASKS: "rollout", Stream.UNSCORED: "reward", Stream.GROUPS: "trainer"}
 """The consumer group that reads each stream."""
+
+SUSPECT_DELIVERIES = 2
+"""After this many deliveries without success an entry is claimed alone: it may be what kills its workers."""
 
 
 class RunState(StrEnum):
@@ -233,3 +238,12 @@ class Streams(Protocol):
     async def dead_entries(self, *, count: int) -> Sequence[tuple[Delivery, str]]:
         """Entries in `dead` with their reasons, oldest first."""
         ...
+
+
+def check_size(payload: bytes, max_message_bytes: int, what: str) -> None:
+    """Raise MessageTooLarge, naming both sizes, if `payload` is larger than allowed."""
+    if len(payload) > max_message_bytes:
+        raise MessageTooLarge(
+            f"{what} has {len(payload)} bytes, more than redis.max_message_bytes={max_message_bytes}; "
+            f"make group_size or max_new_tokens smaller, or raise the limit"
+        )

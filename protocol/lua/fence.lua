@@ -1,0 +1,2 @@
+-- After _fence: nothing more. KEYS state none; ARGV epoch
+return current

@@ -1,0 +1,184 @@
+"""One Redis server behind bounded, named waits: retries of idempotent operations, Lua scripts, errors in our own tree."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from hashlib import sha1
+from importlib.resources import files
+from typing import Any, TypeVar
+
+from redis.asyncio import ConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    ClusterDownError,
+    NoPermissionError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    TryAgainError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from protocol.errors import EpochFenced, ProtocolError, QueueFull, QueueRefused, QueueUnavailable
+
+T = TypeVar("T")
+
+_FENCED_SCRIPTS = frozenset(
+    {"fence", "take_over", "finish", "newly_dead", "finish_dead", "report", "end_run", "clear", "reopen"}
+)  # fmt: skip
+_PLAIN_SCRIPTS = frozenset(
+    {
+        "open", "issue", "mark_exhausted", "reissue", "heartbeat", "leave", "claim", "own_pending", "publish", "bury",
+        "raise_epoch", "depths",
+    }
+)  # fmt: skip
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.02, 1.0
+_READ_SIZE_BYTES = 2**20
+_UNAVAILABLE_ERRORS = (ReadOnlyError, ClusterDownError, TryAgainError)
+_UNAVAILABLE_REPLIES = ("MISCONF", "NOREPLICAS", "BUSY Redis", "BUSY Valkey")
+"""What a server answers that will be usable again (failing over, its disk full, in a long script)."""
+_LOST_STREAM_REPLIES = ("NOGROUP", "UNBLOCKED", "no longer exists", "no such key")
+
+
+def _load_scripts() -> dict[str, tuple[str, str]]:
+    """Name → (SHA-1, source) of every Lua script; those of the trainer begin with the fence."""
+    folder = files("protocol") / "lua"
+    fence = (folder / "_fence.lua").read_text(encoding="utf-8")
+    sources = {name: (folder / f"{name}.lua").read_text(encoding="utf-8") for name in _PLAIN_SCRIPTS | _FENCED_SCRIPTS}
+    sources.update({name: fence + sources[name] for name in _FENCED_SCRIPTS})
+    return {name: (sha1(source.encode(), usedforsecurity=False).hexdigest(), source) for name, source in sources.items()}
+
+
+class RedisClient:
+    """A pool of connections with deadlines.
+
+    timeout_s bounds one answer; a blocking command may take its block time more. retry_s bounds how long an operation is
+    tried again while the server is away (every operation here is idempotent, so a lost reply is safe to repeat).
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float,
+        retry_s: float,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.shown_url = re.sub(r"//[^@/]*@", "//***@", url)
+        self.retry_s = retry_s
+        self._timeout_s = timeout_s
+        self._now = now
+        self._sleep = sleep
+        self.repair: Callable[[], Awaitable[None]] | None = None
+        """Called once when an operation finds the run's streams gone; the operation is then tried again."""
+        self._scripts = _load_scripts()
+        try:
+            self._pool: ConnectionPool = ConnectionPool.from_url(
+                url,
+                protocol=2,
+                decode_responses=False,
+                retry=Retry(NoBackoff(), 0),  # `run` retries, with a bound and a name
+                socket_timeout=None,  # `_bounded` sets the deadline of each call, above its block time
+                socket_connect_timeout=timeout_s,
+                socket_read_size=_READ_SIZE_BYTES,
+            )
+        except ValueError as error:
+            raise QueueRefused(f"redis.url={self.shown_url!r}: {error}; use redis://, rediss:// or unix://") from error
+        self.redis: Redis = Redis(connection_pool=self._pool)
+        """An ordinary redis-py client over the same connections."""
+        # Replies as they come: reshaping thousands of entries costs more than reading them. (`execute_command` is untyped.)
+        self._raw: Any = Redis(connection_pool=self._pool)
+        self._raw.response_callbacks.clear()
+
+    async def close(self) -> None:
+        await self._pool.disconnect()
+
+    async def execute(self, *command: Any, block_s: float = 0.0, retry_s: float | None = None) -> Any:
+        """One command's raw reply."""
+        return await self.run(str(command[0]), lambda: self._raw.execute_command(*command), block_s=block_s, retry_s=retry_s)
+
+    async def pipeline(self, commands: Sequence[Sequence[Any]], *, block_s: float = 0.0) -> list[Any]:
+        """Several commands in one round trip; their raw replies."""
+
+        async def send() -> list[Any]:
+            async with self._raw.pipeline(transaction=False) as pipe:
+                for command in commands:
+                    pipe.execute_command(*command)
+                return list(await pipe.execute())
+
+        return await self.run(str(commands[0][0]), send, block_s=block_s)
+
+    async def script(
+        self, name: str, keys: Sequence[str], args: Sequence[Any], *, retry_s: float | None = None, wait_if_full: bool = False
+    ) -> Any:
+        """One Lua script's raw reply. Raises: EpochFenced, QueueFull (at once, or after retry_s of `wait_if_full`)."""
+        digest, source = self._scripts[name]
+
+        async def call() -> Any:
+            try:
+                return await self._raw.execute_command("EVALSHA", digest, len(keys), *keys, *args)
+            except NoScriptError:  # a new server, or SCRIPT FLUSH
+                await self._raw.execute_command("SCRIPT", "LOAD", source)
+                return await self._raw.execute_command("EVALSHA", digest, len(keys), *keys, *args)
+
+        return await self.run(name, call, retry_s=retry_s, wait_if_full=wait_if_full)
+
+    async def run(
+        self,
+        name: str,
+        operation: Callable[[], Awaitable[T]],
+        *,
+        block_s: float = 0.0,
+        retry_s: float | None = None,
+        wait_if_full: bool = False,
+    ) -> T:
+        """Do `operation`, again and again while the server is away, for at most retry_s."""
+        deadline = self._now() + (self.retry_s if retry_s is None else retry_s)
+        wait_s, repaired = _FIRST_WAIT_S, False
+        while True:
+            try:
+                async with asyncio.timeout(self._timeout_s + block_s):
+                    return await operation()
+            except (RedisError, OSError, TimeoutError) as error:
+                translated = self._translate(name, error)
+                if isinstance(translated, StreamsLost) and self.repair is not None and not repaired:
+                    repaired = True
+                    await self.repair()
+                    continue
+                again = isinstance(translated, QueueUnavailable) and (wait_if_full or not isinstance(translated, QueueFull))
+                if not again or self._now() + wait_s > deadline:
+                    raise translated from error
+            await self._sleep(wait_s * random.uniform(0.5, 1.0))
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+    def _translate(self, name: str, error: Exception) -> ProtocolError:
+        text = str(error)
+        if isinstance(error, OutOfMemoryError):
+            return QueueFull(f"redis at {self.shown_url} is at maxmemory and refuses {name}; raise maxmemory or let it drain")
+        if isinstance(error, AuthenticationError | AuthorizationError | NoPermissionError):
+            return QueueRefused(f"redis at {self.shown_url} refuses {name}: {text}; check user, password and ACL in redis.url")
+        if isinstance(error, TimeoutError | RedisTimeoutError):
+            return QueueUnavailable(f"redis at {self.shown_url} did not answer {name} within {self._timeout_s} s")
+        if isinstance(error, RedisConnectionError | OSError):
+            return QueueUnavailable(f"redis at {self.shown_url} cannot be reached for {name}: {text}")
+        if text.startswith("FENCED "):
+            return EpochFenced(f"this trainer is fenced: epoch {text.split()[1]} has started; this process must stop")
+        if isinstance(error, _UNAVAILABLE_ERRORS) or any(sign in text for sign in _UNAVAILABLE_REPLIES):
+            return QueueUnavailable(f"redis at {self.shown_url} cannot serve {name} now: {text}")
+        if any(sign in text for sign in _LOST_STREAM_REPLIES):
+            return StreamsLost(f"redis at {self.shown_url} lost a stream or its group ({name}: {text})")
+        return QueueRefused(f"redis at {self.shown_url} refuses {name}: {text}")
+
+
+class StreamsLost(QueueRefused):
+    """The server has lost the run's streams (it was emptied); they can be made again."""

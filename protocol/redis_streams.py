@@ -1,0 +1,336 @@
+"""`Streams` on a Redis or Valkey server (6.2 and newer): every move is one Lua script, see lua/ and docs/wire-protocol.md."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any, TypeVar
+
+from redis.asyncio import Redis
+
+from protocol.errors import CodecError, EpochFenced, QueueRefused
+from protocol.keys import Keys, trainer_consumer
+from protocol.packing import pack, unpack
+from protocol.redis_client import RedisClient
+from protocol.streams import (
+    GROUP_OF,
+    Counters,
+    Delivery,
+    Finished,
+    IssuedTask,
+    Publication,
+    RunState,
+    Stream,
+    StreamDepth,
+    WorkerLease,
+    check_size,
+)
+
+T = TypeVar("T")
+
+_OLDEST_SERVER = (6, 2)
+_BATCH_ENTRIES = 256
+_BATCH_BYTES = 8 * 2**20
+"""One script call moves at most this much: the server does nothing else meanwhile."""
+
+
+class RedisStreams:
+    """See `protocol.streams.Streams` for what each method promises.
+
+    timeout_s: longest wait for one answer. retry_s: how long a lost server is tried before QueueUnavailable; `publish` waits
+    as long for a full server, everything else that a full server refuses raises QueueFull at once. lease_s: after a restart
+    of the server nothing is claimed for this long, so that live workers can renew their leases first.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        run_id: str,
+        *,
+        max_message_bytes: int = 256 * 2**20,
+        timeout_s: float = 5.0,
+        retry_s: float = 60.0,
+        lease_s: float = 15.0,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.keys = Keys(run_id)
+        self._max_message_bytes = max_message_bytes
+        self._timeout_s = timeout_s
+        self._lease_s = lease_s
+        self._client = RedisClient(url, timeout_s=timeout_s, retry_s=retry_s, now=now, sleep=sleep)
+        self._client.repair = self._create_streams
+
+    @property
+    def client(self) -> Redis:
+        """The redis-py client over the same connections, for others that keep state on this server."""
+        return self._client.redis
+
+    async def open(self) -> None:
+        info = _info(await self._client.execute("INFO", retry_s=self._timeout_s))
+        _check_server(info, self._client.shown_url)
+        await self._create_streams()
+
+    async def _create_streams(self) -> None:
+        streams = [self.keys.stream(stream) for stream in GROUP_OF]
+        await self._client.script("open", [self.keys.state, *streams], [*GROUP_OF.values()], retry_s=self._timeout_s)
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def server_id(self) -> str:
+        return _info(await self._client.execute("INFO", "server"))["run_id"]
+
+    # -- coordinator ---------------------------------------------------------------------------------------------
+    async def issue(self, cursor: int, tasks: Sequence[IssuedTask], *, next_cursor: int) -> bool:
+        self._check_tasks(tasks)
+        keys = [self.keys.state, self.keys.stream(Stream.TASKS), self.keys.outstanding]
+        return bool(await self._client.script("issue", keys, [cursor, next_cursor, *_flat(tasks)]))
+
+    async def mark_exhausted(self, cursor: int) -> bool:
+        return bool(await self._client.script("mark_exhausted", [self.keys.state], [cursor]))
+
+    async def reissue(self, tasks: Sequence[IssuedTask]) -> int:
+        self._check_tasks(tasks)
+        keys = [self.keys.state, self.keys.outstanding, *map(self.keys.stream, Stream)]
+        num_added = 0
+        for batch in _batches(tasks, lambda task: len(task.payload)):
+            num_added += await self._client.script("reissue", keys, _flat(batch))
+        return num_added
+
+    async def counters(self) -> Counters:
+        names = ("status", "epoch", "cursor", "issued", "discarded")
+        values, outstanding = await self._client.pipeline([("HMGET", self.keys.state, *names), ("HLEN", self.keys.outstanding)])
+        state = RunState.NEW if values[0] is None else RunState(values[0].decode())
+        epoch, cursor, issued, discarded = (int(value or 0) for value in values[1:])
+        return Counters(state, epoch, cursor, issued, discarded, int(outstanding))
+
+    async def outstanding(self) -> frozenset[str]:
+        return frozenset(_texts(await self._client.execute("HKEYS", self.keys.outstanding)))
+
+    # -- every worker --------------------------------------------------------------------------------------------
+    async def heartbeat(self, worker_id: str, role: str, *, ttl_s: float, info: Mapping[str, str] | None = None) -> None:
+        value = pack({"role": role, "info": dict(info or {})})
+        await self._client.script(
+            "heartbeat", [self.keys.lease(worker_id), self.keys.workers], [max(1, round(ttl_s * 1000)), value, worker_id]
+        )
+
+    async def leave(self, worker_id: str) -> None:
+        keys = [self.keys.lease(worker_id), self.keys.workers, *map(self.keys.stream, GROUP_OF)]
+        await self._client.script("leave", keys, [worker_id, *GROUP_OF.values()])
+
+    async def workers(self) -> Sequence[WorkerLease]:
+        worker_ids = sorted(_texts(await self._client.execute("SMEMBERS", self.keys.workers)))
+        if not worker_ids:
+            return []
+        commands = [(command, self.keys.lease(name)) for name in worker_ids for command in ("GET", "PTTL")]
+        replies = await self._client.pipeline(commands)
+        alive = [(name, value, ttl) for name, value, ttl in zip(worker_ids, replies[::2], replies[1::2], strict=True) if value]
+        return [_worker_lease(name, value, ttl) for name, value, ttl in alive]
+
+    async def read(self, stream: Stream, worker_id: str, *, count: int, block_s: float) -> Sequence[Delivery]:
+        command = self._read_command(stream, worker_id, count, block_s)
+        return _read_deliveries(stream, await self._client.execute(*command, block_s=block_s))
+
+    async def claim(self, stream: Stream, worker_id: str, *, count: int) -> Sequence[Delivery]:
+        key, group = self.keys.stream(stream), GROUP_OF[stream]
+        info, consumers = await self._client.pipeline([("INFO", "server"), ("XINFO", "CONSUMERS", key, group)])
+        if float(_info(info)["uptime_in_seconds"]) < self._lease_s:
+            return []  # the server has just come back: live workers had no chance yet to renew their leases
+        others = [name for name in _texts(consumer[1] for consumer in consumers) if name != worker_id]
+        if not others:
+            return []
+        claimed = await self._client.script("claim", [key, *map(self.keys.lease, others)], [group, worker_id, count, *others])
+        return _deliveries(stream, claimed)
+
+    async def own_pending(self, stream: Stream, worker_id: str) -> Sequence[Delivery]:
+        mine: list[Delivery] = []
+        start = "-"
+        while True:
+            args = [GROUP_OF[stream], worker_id, _BATCH_ENTRIES, start]
+            batch = await self._client.script("own_pending", [self.keys.stream(stream)], args)
+            mine += _deliveries(stream, [entry for entry in batch if entry[2]])
+            if len(batch) < _BATCH_ENTRIES:
+                return mine
+            start = f"({batch[-1][0].decode()}"
+
+    async def publish(self, publications: Sequence[Publication]) -> Sequence[bool]:
+        for publication in publications:
+            check_size(publication.payload, self._max_message_bytes, f"group for {publication.target.value}")
+        done: list[bool] = []
+        for (source, target), same in groupby(publications, lambda publication: (publication.source, publication.target)):
+            keys = [self.keys.state, self.keys.outstanding, self.keys.stream(source), self.keys.stream(target), self.keys.none]
+            for batch in _batches([*same], lambda publication: len(publication.payload)):
+                args = [GROUP_OF[source], target.value]
+                for publication in batch:
+                    args += (publication.entry_id, publication.payload)
+                moved = await self._client.script("publish", keys, args, wait_if_full=True)
+                done += map(bool, moved)
+        return done
+
+    async def bury(self, delivery: Delivery, *, task_id: str | None, reason: str) -> bool:
+        source = delivery.stream
+        keys = [self.keys.stream(source), self.keys.stream(Stream.DEAD), self.keys.outstanding, self.keys.newly_dead]
+        known_id = delivery.task_id or task_id or ""
+        args = [GROUP_OF[source], delivery.entry_id, known_id, delivery.payload, reason, source.value]
+        return bool(await self._client.script("bury", keys, args))
+
+    # -- trainer -------------------------------------------------------------------------------------------------
+    async def raise_epoch(self, at_least: int) -> int:
+        return int(await self._client.script("raise_epoch", [self.keys.state, self.keys.none], [at_least]))
+
+    async def take_over(self, epoch: int, *, count: int) -> Sequence[Delivery]:
+        group = GROUP_OF[Stream.GROUPS]
+        claimed = await self._trainer("take_over", [self.keys.stream(Stream.GROUPS)], [epoch, group, count])
+        return _deliveries(Stream.GROUPS, claimed)
+
+    async def read_groups(self, epoch: int, *, count: int, block_s: float) -> Sequence[Delivery]:
+        await self._trainer("fence", [], [epoch])
+        command = self._read_command(Stream.GROUPS, trainer_consumer(epoch), count, block_s)
+        reply, current = await self._client.pipeline([command, ("HGET", self.keys.state, "epoch")], block_s=block_s)
+        if int(current or 0) > epoch:  # somebody started while this one waited, and will take over what it just read
+            raise EpochFenced(f"this trainer (epoch {epoch}) is fenced: epoch {int(current)} has started; it must stop")
+        return _read_deliveries(Stream.GROUPS, reply)
+
+    async def finish(self, epoch: int, finished: Sequence[Finished]) -> None:
+        keys = [self.keys.stream(Stream.GROUPS), self.keys.outstanding, self.keys.newly_dead]
+        for batch in _batches(finished, lambda _: 0):
+            ids = [*(group.entry_id for group in batch), *(group.task_id for group in batch)]
+            await self._trainer("finish", keys, [epoch, GROUP_OF[Stream.GROUPS], *ids])
+
+    async def newly_dead(self, epoch: int) -> Mapping[str, str]:
+        pairs = _texts(await self._trainer("newly_dead", [self.keys.newly_dead], [epoch]))
+        return dict(zip(pairs[::2], pairs[1::2], strict=True))
+
+    async def finish_dead(self, epoch: int, task_ids: Sequence[str]) -> None:
+        for batch in _batches(task_ids, lambda _: 0):
+            await self._trainer("finish_dead", [self.keys.outstanding, self.keys.newly_dead], [epoch, *batch])
+
+    async def report(self, epoch: int, *, discarded: int) -> None:
+        await self._trainer("report", [], [epoch, discarded])
+
+    async def end_run(self, epoch: int) -> frozenset[str]:
+        return frozenset(_texts(await self._trainer("end_run", [self.keys.outstanding], [epoch])))
+
+    async def clear(self, epoch: int) -> None:
+        keys = [self.keys.outstanding, self.keys.newly_dead, *map(self.keys.stream, GROUP_OF)]
+        if not await self._trainer("clear", keys, [epoch, *GROUP_OF.values()]):
+            raise QueueRefused("clear empties the streams of an ended run; this one has not ended: call end_run first")
+
+    async def reopen(self, epoch: int) -> None:
+        await self._trainer("reopen", [], [epoch])
+
+    # -- people and monitors -------------------------------------------------------------------------------------
+    async def depths(self) -> Mapping[Stream, StreamDepth]:
+        groups = [GROUP_OF.get(stream, "") for stream in Stream]
+        *depths, (seconds, microseconds) = await self._client.script("depths", [*map(self.keys.stream, Stream)], groups)
+        now_s = int(seconds) + int(microseconds) / 1e6
+        return {
+            stream: StreamDepth(int(length), int(pending), _age_s(oldest.decode(), now_s))
+            for stream, (length, pending, oldest) in zip(Stream, depths, strict=True)
+        }
+
+    async def dead_entries(self, *, count: int) -> Sequence[tuple[Delivery, str]]:
+        key = self.keys.stream(Stream.DEAD)
+        dead: list[tuple[Delivery, str]] = []
+        for entry_id, flat in await self._client.execute("XRANGE", key, "-", "+", "COUNT", count):
+            fields = _fields(flat)
+            deliveries = int(fields.get(b"deliveries", b"1"))
+            dead.append((_delivery(Stream.DEAD, entry_id, deliveries, flat), fields.get(b"reason", b"").decode()))
+        return dead
+
+    # -- inside --------------------------------------------------------------------------------------------------
+    async def _trainer(self, script: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        """A script that begins with the fence."""
+        return await self._client.script(script, [self.keys.state, self.keys.none, *keys], args)
+
+    def _check_tasks(self, tasks: Iterable[IssuedTask]) -> None:
+        for task in tasks:
+            check_size(task.payload, self._max_message_bytes, f"task {task.task_id}")
+
+    def _read_command(self, stream: Stream, consumer: str, count: int, block_s: float) -> list[Any]:
+        block = ["BLOCK", max(1, round(block_s * 1000))] if block_s > 0 else []  # BLOCK 0 would wait for ever
+        return [
+            "XREADGROUP",
+            "GROUP",
+            GROUP_OF[stream],
+            consumer,
+            "COUNT",
+            count,
+            *block,
+            "STREAMS",
+            self.keys.stream(stream),
+            ">",
+        ]
+
+
+def _check_server(info: Mapping[str, str], url: str) -> None:
+    version = tuple(int(part) for part in info["redis_version"].split(".")[:2])
+    if version < _OLDEST_SERVER:
+        raise QueueRefused(f"redis at {url} is version {info['redis_version']}; needs Redis 6.2 or newer, or Valkey")
+    policy = info.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        raise QueueRefused(
+            f"redis at {url} has maxmemory-policy={policy}, which drops entries silently when memory is full; "
+            f"set it to noeviction (CONFIG SET maxmemory-policy noeviction, and in its config file)"
+        )
+
+
+def _info(reply: bytes) -> dict[str, str]:
+    lines = (line.partition(":") for line in reply.decode(errors="replace").splitlines())
+    return {name: value for name, colon, value in lines if colon}
+
+
+def _fields(flat: Sequence[bytes]) -> dict[bytes, bytes]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _delivery(stream: Stream, entry_id: bytes, count: int, flat: Sequence[bytes]) -> Delivery:
+    if len(flat) >= 4 and flat[0] == b"t" and flat[2] == b"d":
+        return Delivery(stream, entry_id.decode(), flat[3], count, flat[1].decode() or None)
+    # Not written by us: delivered all the same, so that its reader refuses it and it ends in `dead`.
+    return Delivery(stream, entry_id.decode(), _fields(flat).get(b"d", b""), count)
+
+
+def _deliveries(stream: Stream, entries: Iterable[Any]) -> list[Delivery]:
+    return [_delivery(stream, entry_id, int(count), flat) for entry_id, count, flat in entries]
+
+
+def _read_deliveries(stream: Stream, reply: Any) -> list[Delivery]:
+    return [_delivery(stream, entry_id, 1, flat) for entry_id, flat in reply[0][1]] if reply else []
+
+
+def _worker_lease(worker_id: str, value: bytes, ttl_ms: int) -> WorkerLease:
+    try:
+        lease = unpack(value)
+        return WorkerLease(worker_id, lease["role"], ttl_ms / 1000, lease["info"])
+    except (CodecError, KeyError, TypeError) as error:
+        raise QueueRefused(f"the lease of worker {worker_id!r} was not written by this release: {error}") from error
+
+
+def _age_s(oldest_id: str, now_s: float) -> float | None:
+    return max(0.0, now_s - int(oldest_id.partition("-")[0]) / 1000) if oldest_id else None
+
+
+def _texts(values: Iterable[bytes]) -> list[str]:
+    return [value.decode() for value in values]
+
+
+def _flat(tasks: Iterable[IssuedTask]) -> list[str | bytes]:
+    return [part for task in tasks for part in (task.task_id, task.payload)]
+
+
+def _batches(items: Sequence[T], size: Callable[[T], int]) -> Iterable[list[T]]:
+    """Parts of `items` that one script call moves."""
+    batch: list[T] = []
+    num_bytes = 0
+    for item in items:
+        if batch and (len(batch) == _BATCH_ENTRIES or num_bytes + size(item) > _BATCH_BYTES):
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(item)
+        num_bytes += size(item)
+    if batch:
+        yield batch
