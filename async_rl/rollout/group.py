@@ -131,10 +131,14 @@ class GroupRollout:
         self._score = score
         self._skip_long_prompts = skip_long_prompts
         self._clock = clock
+        self._last_served = 0
 
     async def run(self, task: PromptTask) -> TrajectoryGroup:
         """Sample the task's group. Raises: DataError for a prompt without room (unless skipped); EngineError."""
-        started_version = self._engine.serving_version or 0
+        serving = self._engine.serving_version
+        if serving is not None:  # None between a swap and its proof: the task begins under what comes, no older than this
+            self._last_served = serving
+        started_version = self._last_served
         prompt_ids = self.encode_prompt(task)
         drafts = [_Draft(list(prompt_ids), self._sampling(task, index), self._clock()) for index in range(task.group_size)]
         if self._has_room(task, prompt_ids):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from async_rl.errors import CodecError, MessageTooLarge, QueueFull
+from async_rl.errors import CodecError, MessageTooLarge, NotServing, QueueFull
 from async_rl.logs import Event, get_logger
 from async_rl.registry.versions import VersionRegistry
 from async_rl.rollout.engine import RolloutEngine
@@ -25,6 +25,7 @@ from protocol.streams import Delivery, Publication, RunState, Stream, Streams
 READ_BLOCK_S = 1.0
 METRICS_EVERY_S = 2.0
 FULL_RETRY_S = 0.2
+SERVING_POLL_S = 0.05
 PUBLISH_BATCH = 64
 
 
@@ -71,6 +72,7 @@ class RolloutLoop:
         self._in_flight: set[asyncio.Task[None]] = set()
         self._finished: asyncio.Queue[tuple[Delivery, PromptTask, TrajectoryGroup]] = asyncio.Queue()
         self._room = asyncio.Event()
+        self._served = False
         self._stopping = asyncio.Event()
         self._usage = _Usage(clock)
         self._target = Stream.UNSCORED if settings.unscored else Stream.GROUPS
@@ -117,12 +119,13 @@ class RolloutLoop:
                 self._start(groups, delivery)
 
     async def _has_room(self) -> bool:
-        """Wait, at most READ_BLOCK_S, until the engine serves a version and a group may start."""
-        if self._engine.serving_version is not None and len(self._in_flight) < self._settings.max_groups_in_flight:
+        """Wait, at most READ_BLOCK_S, until a first version is served and a group may start."""
+        self._served = self._served or self._engine.serving_version is not None
+        if self._served and len(self._in_flight) < self._settings.max_groups_in_flight:
             return True
         self._room.clear()
         try:
-            async with asyncio.timeout(0.05 if self._engine.serving_version is None else READ_BLOCK_S):
+            async with asyncio.timeout(READ_BLOCK_S if self._served else SERVING_POLL_S):
                 await self._room.wait()
         except TimeoutError:
             if (await self._streams.counters()).state is RunState.ENDED:
@@ -149,9 +152,19 @@ class RolloutLoop:
         except CodecError as error:
             await self._bury(delivery, f"unreadable task: {error}")
             return
-        group = await self._rollout.run(task)
+        group = await self._sample(task)
         self._usage.count(group)
         self._finished.put_nowait((delivery, task, group))
+
+    async def _sample(self, task: PromptTask) -> TrajectoryGroup:
+        """Sample the group; an engine whose weights were withdrawn starts it again when it serves a proven version."""
+        while True:
+            try:
+                return await self._rollout.run(task)
+            except NotServing as error:
+                self._log.warning(Event.WAITING, waiting_for="a proven version", task_id=task.task_id, error=str(error))
+                while self._engine.serving_version is None:
+                    await asyncio.sleep(SERVING_POLL_S)
 
     async def _publish_finished(self) -> None:
         while True:

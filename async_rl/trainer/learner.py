@@ -1,0 +1,324 @@
+"""The learner: what the ranks do together. Rank 0 calls; the others follow the same calls, told over the process group.
+
+A command is a name and a packed message (no pickle); every rank then runs the same collective code on the same samples.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from async_rl.algorithms.advantages import group_advantages, group_rewards
+from async_rl.algorithms.losses import LOSSES, ClipRange, LossSettings
+from async_rl.config.run import RunConfig
+from async_rl.errors import AsyncRLError
+from async_rl.logs import Event, get_logger
+from async_rl.run_dir.intake_log import Position
+from async_rl.run_dir.layout import RunLayout
+from async_rl.trainer.checkpoint import find_latest, load_checkpoint, open_checkpoint, prune_checkpoints, save_checkpoint
+from async_rl.trainer.distributed import Ranks
+from async_rl.trainer.intake import ComposedStep
+from async_rl.trainer.packing import MicroBatch, balance, unpack
+from async_rl.trainer.policy import PolicyModel
+from async_rl.trainer.samples import TrainingSample, to_training_samples
+from async_rl.trainer.schedule import Schedule
+from async_rl.trainer.step import StepSettings, StepStats, make_optimizer, policy_logprobs, train_step
+from async_rl.weights.manifest import Probe
+from async_rl.weights.send_buffer import SendBuffer
+from protocol.packing import pack, unpack as unpack_message
+
+IDLE_EVERY_S = 10.0
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far training is: policy version, step records gone through, groups trained, and where the last checkpoint was."""
+
+    version: int = 0
+    records_applied: int = 0
+    groups_trained: int = 0
+    checkpoint_version: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step did; `skip_reason` is set if nothing was applied."""
+
+    skip_reason: str | None
+    metrics: Mapping[str, Any]
+
+
+class Learner:
+    """Policy, optimizer and schedule of one rank. Rank 0's methods involve every rank; the others run `follow`."""
+
+    def __init__(self, config: RunConfig, policy: PolicyModel, ranks: Ranks) -> None:
+        self._config = config
+        self._policy = policy
+        self._ranks = ranks
+        self._layout = RunLayout(Path(config.run_dir))
+        trainer, algorithm = config.trainer, config.algorithm
+        self._optimizer = make_optimizer(
+            policy, learning_rate=trainer.learning_rate, betas=trainer.betas, weight_decay=trainer.weight_decay
+        )
+        self._schedule = Schedule(
+            peak=trainer.learning_rate,
+            name=trainer.schedule,
+            warmup_steps=trainer.warmup_steps,
+            max_steps=trainer.max_steps,
+            final_fraction=trainer.final_lr_fraction,
+        )
+        self._settings = StepSettings(
+            loss_fn=LOSSES[algorithm.loss],
+            loss_settings=LossSettings(ClipRange(algorithm.clip_low, algorithm.clip_high), algorithm.importance_cap),
+            grad_clip=trainer.grad_clip,
+            with_entropy=True,
+        )
+        self._steps_done = 0
+        self._proximal: dict[tuple[str, int], Tensor] = {}
+        self._last_command = time.monotonic()
+        self._commands: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+            "train": self._do_train,
+            "proximal": self._do_proximal,
+            "score": self._do_score,
+            "gather": self._do_gather,
+            "save": self._do_save,
+            "load": self._do_load,
+            "idle": lambda _: None,
+        }
+
+    # -- rank 0 ------------------------------------------------------------------------------------------------------
+    def restore(self) -> Progress:
+        """Load the newest complete checkpoint, if there is one; what had to be passed over is said."""
+        found = find_latest(self._layout.checkpoints_dir)
+        for skipped in found.skipped:
+            get_logger().warning(Event.CHECKPOINT_IGNORED, path=str(skipped.path), reason=skipped.reason)
+        if found.latest is None:
+            return Progress()
+        self._call("load", {"path": str(found.latest.path)})
+        meta = found.latest.meta
+        return Progress(meta["version"], meta["records_applied"], meta["groups_trained"], meta["version"])
+
+    def begin_batch(self, batch: Sequence[ComposedStep]) -> None:
+        """Fix the proximal policy of a drawn batch: the policy as it is now. The first step's own logprobs are those."""
+        self._proximal.clear()
+        later = [sample for step in batch[1:] for sample in self._samples(step)]
+        if later:
+            self._call("proximal", {"samples": later})
+
+    def train(self, step: ComposedStep) -> StepResult:
+        """One optimizer step on what the record says."""
+        stats: StepStats = self._call("train", {"samples": self._samples(step)})
+        return StepResult(None if stats.skip_reason is None else stats.skip_reason.value, step_stats_metrics(stats))
+
+    def snapshot(self, probe_sequences: Sequence[Sequence[int]]) -> tuple[SendBuffer, Probe]:
+        """Copy the weights into a send buffer, and score the probe under them."""
+        temperature = self._config.rollout.temperature
+        sequences = [np.asarray(sequence, dtype=np.int32) for sequence in probe_sequences]
+        scores = self._call("score", {"sequences": sequences, "temperature": temperature})
+        buffer: SendBuffer = self._call("gather", {})
+        return buffer, Probe(tuple(sequences), tuple(scores), temperature)
+
+    def random_sequences(self, count: int) -> list[list[int]]:
+        """Token ids for a probe before anything was sampled; the same at every call."""
+        generator = np.random.default_rng(0)
+        vocabulary = int(self._policy.hf.config.vocab_size)
+        return [generator.integers(0, vocabulary, size=16).tolist() for _ in range(count)]
+
+    def save(self, progress: Progress, position: Position, *, cursor: int, issued: int) -> Path:
+        """Write a checkpoint of everything that `restore` needs, and prune old ones."""
+        meta = {
+            "version": progress.version,
+            "records_applied": progress.records_applied,
+            "groups_trained": progress.groups_trained,
+            "log_segment": position.segment,
+            "log_offset": position.offset,
+            "cursor": cursor,
+            "issued": issued,
+        }
+        path = Path(self._call("save", {"version": progress.version, "meta": meta}))
+        prune_checkpoints(self._layout.checkpoints_dir, keep=self._config.checkpoint.keep)
+        return path
+
+    def idle(self) -> None:
+        """Keep the other ranks' collectives from timing out while rank 0 waits for groups."""
+        if self._ranks.world_size > 1 and time.monotonic() - self._last_command > IDLE_EVERY_S:
+            self._call("idle", {})
+
+    def stop(self) -> None:
+        """Let the other ranks go."""
+        if self._ranks.world_size > 1:
+            self._broadcast("stop", {})
+
+    # -- the other ranks ---------------------------------------------------------------------------------------------
+    def follow(self) -> None:
+        """Run rank 0's commands until it stops. A rank 0 that dies ends the wait by the group's time-out."""
+        while True:
+            name, payload = self._receive()
+            if name == "stop":
+                return
+            self._commands[name](payload)
+
+    # -- every rank --------------------------------------------------------------------------------------------------
+    def _call(self, name: str, payload: Mapping[str, Any]) -> Any:
+        self._last_command = time.monotonic()
+        if self._ranks.world_size > 1:
+            self._broadcast(name, payload)
+        return self._commands[name](payload)
+
+    def _do_train(self, payload: Mapping[str, Any]) -> StepStats:
+        samples: Sequence[TrainingSample] = payload["samples"]
+        micro_batches = self._own_micro_batches(samples)
+        stats = train_step(
+            self._policy,
+            self._optimizer,
+            micro_batches,
+            settings=self._settings,
+            learning_rate=self._schedule.learning_rate(self._steps_done + 1),
+            proximal_logprobs=self._proximal_of(samples, micro_batches),
+        )
+        self._steps_done += stats.applied
+        return stats
+
+    def _do_proximal(self, payload: Mapping[str, Any]) -> None:
+        """Logprobs of the whole batch, each rank its share, then everyone has all of them."""
+        samples: Sequence[TrainingSample] = payload["samples"]
+        micro_batches = self._own_micro_batches(samples)
+        own = unpack(micro_batches, policy_logprobs(self._policy, micro_batches))
+        starts = np.concatenate(([0], np.cumsum([len(sample) for sample in samples])))
+        everything = torch.zeros(int(starts[-1]), device=self._policy.device)
+        for index, values in own.items():
+            everything[starts[index] : starts[index + 1]] = values
+        if self._ranks.world_size > 1:
+            dist.all_reduce(everything)
+        for index, sample in enumerate(samples):
+            self._proximal[sample.task_id, sample.member] = everything[starts[index] : starts[index + 1]]
+
+    def _proximal_of(self, samples: Sequence[TrainingSample], micro_batches: Sequence[MicroBatch]) -> list[Tensor] | None:
+        """Proximal logprobs per micro-batch, or None where the policy itself is the proximal one (a batch's first step)."""
+        if not all((sample.task_id, sample.member) in self._proximal for sample in samples):
+            return None
+        rows: list[Tensor] = []
+        for micro_batch in micro_batches:
+            members = [samples[index] for index in micro_batch.sample_indices]
+            parts = [self._proximal[member.task_id, member.member][: len(member)] for member in members]
+            rows.append(torch.cat(parts) if parts else torch.zeros(1, device=self._policy.device))
+        return rows
+
+    def _do_score(self, payload: Mapping[str, Any]) -> Any:
+        return self._policy.score([s.tolist() for s in payload["sequences"]], temperature=payload["temperature"])
+
+    def _do_gather(self, _: Mapping[str, Any]) -> SendBuffer | None:
+        """Gather every tensor on every rank (the collective needs all); rank 0 copies it out."""
+        tensors = self._policy.named_full_tensors()
+        if self._ranks.is_first:
+            return SendBuffer.copy_from(
+                tensors, ties=self._policy.ties(), wire_dtype=self._config.weights.wire_dtype, bucket_bytes=self._config.weights.bucket_bytes
+            )
+        for _name, _tensor in tensors:
+            pass
+        return None
+
+    def _do_save(self, payload: Mapping[str, Any]) -> str:
+        path = save_checkpoint(
+            self._layout.checkpoints_dir, self._policy, self._optimizer, step=payload["version"], meta=payload["meta"]
+        )
+        return str(path)
+
+    def _do_load(self, payload: Mapping[str, Any]) -> None:
+        checkpoint = open_checkpoint(Path(payload["path"]))
+        load_checkpoint(checkpoint, self._policy, self._optimizer)
+        self._steps_done = checkpoint.meta["version"]
+
+    def _own_micro_batches(self, samples: Sequence[TrainingSample]) -> list[MicroBatch]:
+        every_rank = balance(samples, self._config.trainer.max_tokens_per_micro_batch, self._ranks.world_size)
+        return every_rank[self._ranks.rank]
+
+    def _samples(self, step: ComposedStep) -> list[TrainingSample]:
+        """Credit the trajectories of a step and flatten them. A function of the record and the groups alone."""
+        algorithm = self._config.algorithm
+        samples: list[TrainingSample] = []
+        for group, verdict in zip(step.groups, step.verdicts, strict=True):
+            if verdict.trains:
+                rewards, valid = group_rewards(group, verdict)
+                credited = group_advantages(rewards, valid, estimator=algorithm.advantage, eps=algorithm.advantage_eps)
+                samples.extend(to_training_samples(group, verdict, credited.values))
+        return samples
+
+    # -- commands on the wire ----------------------------------------------------------------------------------------
+    def _broadcast(self, name: str, payload: Mapping[str, Any]) -> None:
+        data = np.frombuffer(pack({"name": name, **_to_plain(payload)}), dtype=np.uint8)
+        size = torch.tensor([len(data)], dtype=torch.int64, device=self._policy.device)
+        dist.broadcast(size, 0)
+        dist.broadcast(torch.from_numpy(data.copy()).to(self._policy.device), 0)
+
+    def _receive(self) -> tuple[str, Mapping[str, Any]]:
+        size = torch.zeros(1, dtype=torch.int64, device=self._policy.device)
+        dist.broadcast(size, 0)
+        data = torch.zeros(int(size), dtype=torch.uint8, device=self._policy.device)
+        dist.broadcast(data, 0)
+        payload = unpack_message(data.cpu().numpy().tobytes())
+        name = payload.pop("name")
+        if name not in self._commands and name != "stop":
+            raise AsyncRLError(f"rank 0 sent the unknown command {name!r}: ranks run different versions of async-rl")
+        return name, _from_plain(payload)
+
+
+def step_stats_metrics(stats: StepStats) -> dict[str, Any]:
+    """The trainer's own figures of a step, for its metrics line."""
+    sums = stats.loss_sums
+    tokens = max(stats.num_trained_tokens, 1)
+    squared = sums["weight_squared_sum"]
+    return {
+        "loss": stats.loss,
+        "grad_norm": stats.grad_norm,
+        "learning_rate": stats.learning_rate,
+        "tokens": stats.num_trained_tokens,
+        "tokens_forward": stats.num_tokens,
+        "micro_batches": stats.num_micro_batches,
+        "entropy": stats.entropy,
+        "behavior_gap_max": stats.behavior_gap_max,
+        "behavior_gap_mean": stats.behavior_gap_mean,
+        "ratio_mean": sums["ratio_sum"] / tokens,
+        "importance_weight_mean": sums["weight_sum"] / tokens,
+        "effective_sample_share": sums["weight_sum"] ** 2 / (tokens * squared) if squared else None,
+        "clipped_share": sums["num_clipped"] / tokens,
+        "truncated_share": sums["num_truncated"] / tokens,
+        "clamped_tokens": sums["num_clamped"],
+    }
+
+
+def _to_plain(payload: Mapping[str, Any]) -> dict[str, Any]:
+    if "samples" not in payload:
+        return dict(payload)
+    return {"samples": [_sample_to_plain(sample) for sample in payload["samples"]]}
+
+
+def _from_plain(payload: dict[str, Any]) -> dict[str, Any]:
+    if "samples" in payload:
+        payload["samples"] = [_sample_from_plain(fields) for fields in payload["samples"]]
+    return payload
+
+
+def _sample_to_plain(sample: TrainingSample) -> list[Any]:
+    return [
+        sample.token_ids,
+        sample.loss_mask.astype(np.uint8),
+        sample.behavior_logprobs,
+        sample.advantages,
+        sample.temperature,
+        sample.task_id,
+        sample.member,
+    ]
+
+
+def _sample_from_plain(fields: Sequence[Any]) -> TrainingSample:
+    token_ids, mask, behavior, advantages, temperature, task_id, member = fields
+    return TrainingSample(token_ids, mask != 0, behavior, advantages, temperature, (), task_id, member)

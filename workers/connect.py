@@ -1,0 +1,50 @@
+"""What every role does with the queue and with signals."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from async_rl.launch.embedded_redis import resolve_url
+from protocol.redis_streams import RedisStreams
+from workers.arguments import RoleArguments
+
+T = TypeVar("T")
+
+
+def connect(arguments: RoleArguments) -> RedisStreams:
+    """The run's streams on its server, not opened yet."""
+    redis = arguments.config.redis
+    return RedisStreams(
+        resolve_url(redis, arguments.layout.root),
+        arguments.run_id,
+        max_message_bytes=redis.max_message_bytes,
+        timeout_s=redis.timeout_s,
+        retry_s=redis.retry_s,
+        lease_s=redis.lease_s,
+    )
+
+
+async def run_until_stopped(work: Coroutine[Any, Any, T], stop: Callable[[], None]) -> T:
+    """Await `work`; SIGTERM, SIGINT and SIGUSR1 (Slurm's warning) call `stop`, and a second one ends at once."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(work)
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    asked = False
+
+    def on_signal() -> None:
+        nonlocal asked
+        if asked:
+            task.cancel()
+        asked = True
+        stop()
+
+    for one in signals:
+        loop.add_signal_handler(one, on_signal)
+    try:
+        return await task
+    finally:
+        for one in signals:
+            loop.remove_signal_handler(one)

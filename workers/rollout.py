@@ -1,0 +1,88 @@
+"""async-rl-rollout: one rollout worker with one engine."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import cast
+
+import torch
+from transformers import GenerationConfig
+
+from async_rl.environments.load import load_environment
+from async_rl.model.load import load_tokenizer
+from async_rl.registry.redis_registry import RedisRegistry
+from async_rl.reward.score import score_episode
+from async_rl.rollout.group import GroupRollout, RolloutLimits, Tokenizer
+from async_rl.rollout.loop import RolloutLoop, RolloutSettings
+from async_rl.rollout.torch_engine import TorchEngine
+from async_rl.weights.receiver import Receiver
+from workers.arguments import RoleArguments, role_main
+from workers.connect import connect, run_until_stopped
+
+
+def main() -> None:
+    role_main("rollout", run)
+
+
+def run(arguments: RoleArguments) -> None:
+    """Start the engine and serve tasks until the run has ended or SIGTERM asks to drain."""
+    torch.set_num_threads(arguments.config.rollout.num_threads)
+    asyncio.run(_serve(arguments))
+
+
+async def _serve(arguments: RoleArguments) -> None:
+    config = arguments.config
+    engine = TorchEngine(config.model.path, config.rollout, f"engine-{arguments.worker_id}")
+    await engine.start()
+    streams = connect(arguments)
+    await streams.open()
+    registry = RedisRegistry(streams.client, arguments.run_id)
+    receiver = Receiver(engine, registry, config, engine_id=engine.engine_id, worker_id=arguments.worker_id)
+    settings = RolloutSettings(
+        worker_id=arguments.worker_id,
+        max_groups_in_flight=config.rollout.max_groups_in_flight,
+        lease_s=config.redis.lease_s,
+        max_deliveries=config.redis.max_deliveries,
+        unscored=config.reward.placement == "workers",
+        metrics_path=arguments.layout.worker_metrics_jsonl(f"rollout-{arguments.index}"),
+    )
+    loop = RolloutLoop(streams, registry, engine, _group_rollout(arguments, engine), receiver, settings)
+    try:
+        await run_until_stopped(loop.run(), loop.stop)
+    finally:
+        await engine.close()
+        await registry.close()
+        await streams.close()
+
+
+def _group_rollout(arguments: RoleArguments, engine: TorchEngine) -> GroupRollout:
+    config = arguments.config
+    tokenizer = load_tokenizer(config.model.path)
+    environment = load_environment(config.environment)
+    limits = RolloutLimits(config.rollout.max_turns, engine.max_context, config.rollout.max_new_tokens)
+    score = partial(score_episode, environment, timeout_s=config.reward.timeout_s)
+    return GroupRollout(
+        engine,
+        cast(Tokenizer, tokenizer),
+        environment,
+        limits,
+        worker_id=arguments.worker_id,
+        stop_token_ids=stop_token_ids(arguments, tokenizer.eos_token_id),
+        score=score if config.reward.placement == "inline" else None,
+        skip_long_prompts=config.data.on_long_prompt == "skip",
+    )
+
+
+def stop_token_ids(arguments: RoleArguments, eos_token_id: int | None) -> list[int]:
+    """The tokenizer's end of text, and what the model's own generation config ends with."""
+    stops = set() if eos_token_id is None else {int(eos_token_id)}
+    path = arguments.config.model.path
+    if (path / "generation_config.json").is_file():
+        own = GenerationConfig.from_pretrained(path).eos_token_id
+        stops.update([own] if isinstance(own, int) else own or [])
+    return sorted(stops)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""async-rl-trainer: one FSDP2 rank. Alone, or one of N under torchrun."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import torch
+
+from async_rl.registry.redis_registry import RedisRegistry
+from async_rl.trainer.distributed import Ranks, joined_ranks
+from async_rl.trainer.learner import Learner
+from async_rl.trainer.loop import TrainerLoop, TrainerResult
+from async_rl.trainer.policy import PolicyOptions, load_policy
+from workers.arguments import RoleArguments, role_main
+from workers.connect import connect, run_until_stopped
+
+STOPPED = 143  # 128 + SIGTERM: asked to stop before the run had ended
+
+
+def main() -> None:
+    role_main("trainer", run)
+
+
+def run(arguments: RoleArguments) -> None:
+    """Join the ranks, load the policy, train (rank 0) or follow."""
+    config = arguments.config.trainer
+    torch.set_num_threads(config.num_threads)
+    torch.use_deterministic_algorithms(config.device == "cpu")
+    with joined_ranks(config.world_size, device=config.device, timeout_s=config.idle_timeout_s) as ranks:
+        options = PolicyOptions(
+            dtype=getattr(torch, config.dtype),
+            chunk_tokens=config.logprob_chunk_tokens,
+            activation_checkpointing=config.activation_checkpointing,
+        )
+        policy = load_policy(arguments.config.model.path, options=options, mesh=ranks.mesh)
+        learner = Learner(arguments.config, policy, ranks)
+        if not ranks.is_first:
+            learner.follow()
+            return
+        result = asyncio.run(_lead(arguments, learner, ranks))
+    if not result.finished:
+        raise SystemExit(STOPPED)
+
+
+async def _lead(arguments: RoleArguments, learner: Learner, ranks: Ranks) -> TrainerResult:
+    streams = connect(arguments)
+    await streams.open()
+    registry = RedisRegistry(streams.client, arguments.run_id)
+    loop = TrainerLoop(
+        arguments.config, streams=streams, registry=registry, learner=learner, worker_id=f"trainer-{os.getpid()}"
+    )
+    try:
+        return await run_until_stopped(loop.run(), loop.stop)
+    finally:
+        learner.stop()
+        await registry.close()
+        await streams.close()
+
+
+if __name__ == "__main__":
+    main()
