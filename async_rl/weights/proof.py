@@ -1,0 +1,63 @@
+"""The proof of a push: the engine holds what was sent, and computes with it what the trainer computes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from async_rl.errors import ProofFailed
+from async_rl.registry.versions import ProofReport
+from async_rl.weights.interfaces import Scorer, WeightSink
+from async_rl.weights.manifest import Manifest
+
+
+class PushTarget(WeightSink, Scorer, Protocol):
+    """An engine, as far as a push is concerned."""
+
+
+async def prove(manifest: Manifest, target: PushTarget) -> ProofReport:
+    """Compare digests, then the probe's logprobs. Call it after `swap`, before `serve`.
+
+    Raises: ProofFailed, naming the tensors that differ, or the largest difference and where it is.
+    """
+    started = time.perf_counter()
+    check_digests(manifest, await asyncio.to_thread(target.digests, manifest))
+    digested = time.perf_counter()
+    report = await _probe(manifest, target)
+    return replace(report, seconds={"digest": digested - started, "probe": time.perf_counter() - digested})
+
+
+def check_digests(manifest: Manifest, held: Mapping[str, str]) -> None:
+    """Raises: ProofFailed unless the engine's digests (name → hex) are those of the manifest."""
+    wrong = [entry.name for entry in manifest.entries if held.get(entry.name) != entry.digest]
+    if wrong:
+        names = ", ".join(wrong[:4]) + (f" and {len(wrong) - 4} more" if len(wrong) > 4 else "")
+        raise ProofFailed(f"version {manifest.version}: the engine does not hold what was sent in {names}")
+
+
+async def _probe(manifest: Manifest, target: PushTarget) -> ProofReport:
+    probe = manifest.probe
+    scored = await target.score([ids.tolist() for ids in probe.sequences], temperature=probe.temperature)
+    if len(scored) != len(probe.logprobs):
+        raise ProofFailed(f"version {manifest.version}: {len(scored)} probe sequences scored of {len(probe.logprobs)}")
+    differences = []
+    for index, (mine, theirs) in enumerate(zip(scored, probe.logprobs, strict=True)):
+        if mine.shape != theirs.shape:
+            raise ProofFailed(f"version {manifest.version}: probe {index} has {mine.shape} logprobs, not {theirs.shape}")
+        differences.append(np.abs(mine.astype(np.float64) - theirs.astype(np.float64)))
+    flat = np.concatenate(differences) if differences else np.zeros(0)
+    if flat.size == 0:
+        raise ProofFailed(f"version {manifest.version}: the probe has no tokens; it proves nothing")
+    worst = float(flat.max())
+    if not worst <= manifest.tolerance:  # a NaN is not
+        at = int(flat.argmax())
+        raise ProofFailed(
+            f"version {manifest.version}: engine and trainer differ by {worst:.3g} nats at probe token {at} of {flat.size}, "
+            f"more than {manifest.tolerance:g}; check the engine's dtype and attention, or raise weights.probe_tolerance"
+        )
+    return ProofReport(worst, float(flat.mean()), int(flat.size))
