@@ -39,7 +39,7 @@ install: $(VENV)/.installed  ## Make .venv with what a run needs
 install-dev: $(VENV)/.installed-dev  ## Make .venv with what tests and checks need too
 
 demo: install  ## Train a tiny model on sort_digits: every role a process, minutes on two cores
-	$(BIN)/async-rl demo $(ARGS)
+	$(BIN)/async-rl demo $(if $(filter --resume,$(ARGS)),,--overwrite) $(ARGS)
 
 test: install-dev  ## Unit, contract, golden and integration tests
 	$(BIN)/python -m pytest $(ARGS)
@@ -62,7 +62,7 @@ bench: install-dev  ## Measure against baselines; figures in runs/bench/<name>.j
 	@for bench in $(BENCHES); do echo "== $$bench"; $(BIN)/python $$bench --out $(OUT) $(ARGS); done
 
 verify: check test test-chaos bench  ## Everything, in full
-	$(MAKE) demo ARGS="--run_dir=runs/verify-demo --overwrite"
+	$(MAKE) demo ARGS="--run_dir=runs/verify-demo"
 
 docs: install-dev  ## Write the generated pages
 	$(BIN)/python -m async_rl.config.reference

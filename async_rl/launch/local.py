@@ -10,8 +10,11 @@ from enum import StrEnum
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
+from rich.console import Console
+
 from async_rl.config import RunConfig, check, dump_toml
-from async_rl.errors import DataError, RoleFailed
+from async_rl.errors import DataError, QueueUnavailable, RoleFailed
+from async_rl.launch.embedded_redis import EMBEDDED, EmbeddedRedis
 from async_rl.launch.role_table import free_port, role_table
 from async_rl.launch.run_lock import run_lock
 from async_rl.launch.supervisor import Patience, StopRequest, Supervisor, catch_stop_signals
@@ -22,8 +25,8 @@ from async_rl.monitor.terminal import progress_display
 from async_rl.run_dir.files import JsonLinesWriter
 from async_rl.run_dir.layout import RunIdentity, RunLayout, create_run, open_run, write_atomic
 
-EMBEDDED = "embedded"
 PORT_TRIES = 3
+SERVER_TRIES = 3
 PORT_CLASH = ("EADDRINUSE", "address already in use")
 
 
@@ -58,7 +61,7 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False, con
     require_model(config)
     with run_lock(config.run_dir), catch_stop_signals() as stop:
         layout, identity = prepare(config, resume=resume, overwrite=overwrite)
-        display = _display(config, layout, identity) if console else Silent()
+        display = run_display(config, layout, identity) if console else Silent()
         return supervise(config, layout, identity, stop, display=display, resumed=resume)
 
 
@@ -155,15 +158,40 @@ def _server(config: RunConfig, layout: RunLayout) -> Iterator[tuple[str, Callabl
     if config.redis.url != EMBEDDED:
         yield config.redis.url, lambda: None
         return
-    raise NotImplementedError
+    server = EmbeddedRedis(layout.redis_dir, appendfsync=config.redis.appendfsync)
+    _start(server)
+    try:
+        yield server.url, lambda: _require_running(server)
+    finally:
+        server.stop()
 
 
-def _display(config: RunConfig, layout: RunLayout, identity: RunIdentity) -> Display:
+def _start(server: EmbeddedRedis) -> None:
+    """A few tries: a loaded machine may kill or starve the first one."""
+    for tries_left in reversed(range(SERVER_TRIES)):
+        try:
+            server.start()
+            return
+        except QueueUnavailable:
+            if tries_left == 0:
+                raise
+
+
+def _require_running(server: EmbeddedRedis) -> None:
+    if not server.is_running:
+        raise QueueUnavailable(
+            f"the embedded Redis server ended (see {server.directory}/redis.log); what it acknowledged is kept: use --resume"
+        )
+
+
+def run_display(config: RunConfig, layout: RunLayout, identity: RunIdentity, *, console: Console | None = None) -> Display:
+    """What shows a run on a terminal."""
     return progress_display(
         layout,
         title=f"{identity.run_id}  {config.run_dir}",
         max_steps=config.trainer.max_steps,
         max_lag=config.staleness.max_lag,
+        console=console,
     )
 
 

@@ -19,7 +19,7 @@ IGNORED = -100  # cross_entropy's default ignore_index
 class WarmupPlan:
     """How the warm-up trains. Deterministic: equal plans make equal weights on one build at one thread count."""
 
-    steps: int = 100
+    steps: int = 75
     batch_size: int = 64
     learning_rate: float = 2e-3
     seed: int = 0

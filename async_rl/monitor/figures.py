@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_rl.monitor.metrics_file import MetricsHistory, PushMetrics, StepMetrics
+from async_rl.algorithms.staleness import GroupVerdict, Verdict
+from async_rl.monitor.metrics_file import MetricsHistory
 from async_rl.run_dir.files import read_json_lines
+from async_rl.run_dir.intake_log import LogIndex, read_log
 from async_rl.run_dir.layout import RunLayout, write_atomic
 
 
@@ -22,12 +24,12 @@ class RunFigures:
     steps: int
     train_seconds: float
     lag_mean: float | None
-    """Over trajectories, at the step that judged them."""
+    """Over trained trajectories, at the step that trained them."""
     lag_max: int | None
     dropped_share: float | None
-    """Trajectories that were dropped, of all that steps judged."""
+    """Trajectories that were dropped, of all that step records judge."""
     masked_share: float | None
-    """Trajectories that lost some of their tokens to the staleness mask, of all that steps judged."""
+    """Trajectories of which only the younger tokens were trained, of all that step records judge."""
     push_p50_s: float | None
     """From the announcement to the last engine's confirmation, median over pushes."""
     trainer_idle_share: float | None
@@ -42,29 +44,52 @@ class RunFigures:
     num_pushes: int
 
 
+@dataclass(frozen=True, slots=True)
+class StalenessFigures:
+    """What the step records of the intake log say about trajectories: exact, also for groups that no step trained."""
+
+    judged: int
+    dropped: int
+    masked: int
+    lag_histogram: Mapping[int, int]
+    """Trained trajectories by lag."""
+
+
+def staleness_figures(index: LogIndex) -> StalenessFigures:
+    """Count the verdicts of every step record. The trajectories of a skipped step were dropped, whatever their verdict."""
+    verdicts: Counter[Verdict] = Counter()
+    lags: Counter[int] = Counter()
+    for record in index.steps:
+        applied = record.trains and record.step not in index.skipped
+        for use in record.groups:
+            for verdict in GroupVerdict.from_record(use.verdict).trajectories:
+                trains = verdict.trains and applied
+                verdicts[verdict.verdict if trains or not verdict.trains else Verdict.DROP] += 1
+                if trains and verdict.lag is not None:
+                    lags[verdict.lag] += 1
+    return StalenessFigures(sum(verdicts.values()), verdicts[Verdict.DROP], verdicts[Verdict.MASK], dict(sorted(lags.items())))
+
+
 def run_figures(history: MetricsHistory, layout: RunLayout) -> RunFigures:
-    """Compute every figure from what the run wrote."""
-    steps = history.steps
-    histogram: Counter[int] = Counter()
-    for step in steps:
-        histogram.update(step.lag_histogram)
-    pushes = _pushes(steps)
+    """Compute every figure from what the run wrote. Raises: IntakeLogError if the log is damaged."""
+    staleness = staleness_figures(read_log(layout.intake_dir))
+    lags, trained = staleness.lag_histogram, sum(staleness.lag_histogram.values())
+    pushes = history.pushes()
     seconds = history.train_seconds
-    tokens = sum(history.series("tokens"))
     return RunFigures(
-        steps=len(steps),
+        steps=len(history.steps),
         train_seconds=seconds,
-        lag_mean=_lag_mean(histogram, history),
-        lag_max=_lag_max(histogram, history),
-        dropped_share=_share_of_trajectories("trajectories_dropped", steps),
-        masked_share=_share_of_trajectories("trajectories_masked", steps),
+        lag_mean=sum(lag * count for lag, count in lags.items()) / trained if trained else None,
+        lag_max=max(lags, default=None),
+        dropped_share=staleness.dropped / staleness.judged if staleness.judged else None,
+        masked_share=staleness.masked / staleness.judged if staleness.judged else None,
         push_p50_s=_median([push.seconds for push in pushes if push.seconds is not None]),
-        trainer_idle_share=_time_weighted("trainer_idle_share", steps),
+        trainer_idle_share=sum(history.series("wait_s")) / seconds if seconds > 0 else None,
         rollout_idle_share=rollout_idle_share(layout),
         parity_max_abs=max((push.parity_max_abs for push in pushes if push.parity_max_abs is not None), default=None),
         parity_tokens=sum(push.parity_tokens for push in pushes),
-        tokens_trained_per_s=tokens / seconds if seconds > 0 else None,
-        lag_histogram=dict(sorted(histogram.items())),
+        tokens_trained_per_s=sum(history.series("tokens")) / seconds if seconds > 0 else None,
+        lag_histogram=lags,
         num_pushes=len(pushes),
     )
 
@@ -96,44 +121,6 @@ def _last_of_each_start(path: Path) -> Sequence[Mapping[str, Any]]:
 def write_figures(path: Path, figures: Mapping[str, float | int | str | None]) -> None:
     """Write figures as JSON that a program can read."""
     write_atomic(path, (json.dumps(figures, indent=2) + "\n").encode())
-
-
-def _pushes(steps: Sequence[StepMetrics]) -> Sequence[PushMetrics]:
-    """One per version: the newest line about it."""
-    return list({step.push.version: step.push for step in steps if step.push is not None}.values())
-
-
-def _lag_mean(histogram: Mapping[int, int], history: MetricsHistory) -> float | None:
-    count = sum(histogram.values())
-    if count:
-        return sum(lag * number for lag, number in histogram.items()) / count
-    return statistics.fmean(means) if (means := history.series("lag_mean")) else None
-
-
-def _lag_max(histogram: Mapping[int, int], history: MetricsHistory) -> int | None:
-    if histogram:
-        return max(lag for lag, number in histogram.items() if number)
-    return int(max(maxima)) if (maxima := history.series("lag_max")) else None
-
-
-def _share_of_trajectories(key: str, steps: Sequence[StepMetrics]) -> float | None:
-    """Steps without the key or without a histogram say nothing about it."""
-    counted = [(value, sum(step.lag_histogram.values())) for step in steps if (value := step.get(key)) is not None]
-    total = sum(number for _, number in counted)
-    return sum(value for value, _ in counted) / total if total else None
-
-
-def _time_weighted(key: str, steps: Sequence[StepMetrics]) -> float | None:
-    """Mean of a share over the run, each step weighted by the time since the one before it."""
-    weighted = total = previous = 0.0
-    for step in steps:
-        duration = step.seconds - previous if step.seconds >= previous else step.seconds
-        previous = step.seconds
-        value = step.get(key)
-        if value is not None and duration > 0:
-            weighted += value * duration
-            total += duration
-    return weighted / total if total else None
 
 
 def _median(values: Sequence[float]) -> float | None:

@@ -23,14 +23,17 @@ class PushMetrics:
 class StepMetrics:
     """One line of metrics.jsonl."""
 
+    record: int
+    """Number of the step record in the intake log: unique, also for a step that was skipped."""
     step: int
+    """Optimizer steps applied, this one included."""
     seconds: float
-    """Since the trainer started."""
+    """Of training until the end of this step, over all starts of the trainer."""
+    skipped: bool
     values: Mapping[str, float] = field(default_factory=dict)
     """Every plain number of the line, by its key."""
-    lag_histogram: Mapping[int, int] = field(default_factory=dict)
-    """Trajectories by lag."""
-    push: PushMetrics | None = None
+    pushes: tuple[PushMetrics, ...] = ()
+    """Pushes that ended since the line before."""
 
     def get(self, key: str) -> float | None:
         return self.values.get(key)
@@ -43,29 +46,26 @@ def step_metrics(record: Mapping[str, Any]) -> StepMetrics | None:
     }
     if "step" not in values:
         return None
-    histogram = record.get("lag_histogram")
+    pushes = record.get("pushes")
     return StepMetrics(
+        record=int(values.get("record", values["step"])),
         step=int(values["step"]),
         seconds=values.get("seconds", 0.0),
+        skipped=record.get("skip_reason") is not None,
         values=values,
-        lag_histogram={int(lag): int(count) for lag, count in histogram.items()} if isinstance(histogram, dict) else {},
-        push=_push(record, values),
+        pushes=tuple(map(_push, pushes)) if isinstance(pushes, list) else (),
     )
 
 
-def _push(record: Mapping[str, Any], values: Mapping[str, float]) -> PushMetrics | None:
-    push = record.get("push")
-    if not isinstance(push, dict) or push.get("version") is None:
-        return None
-    phases = push.get("seconds")
-    seconds = values.get("push_s")
-    if seconds is None and isinstance(phases, dict):
-        seconds = phases.get("total", sum(phases.values()) if phases else None)
-    elif seconds is None and isinstance(phases, int | float):
-        seconds = float(phases)
-    parity = push.get("parity_max_abs")
+def _push(push: Mapping[str, Any]) -> PushMetrics:
+    seconds, parity = push.get("seconds"), push.get("parity_max_abs")
+    if isinstance(seconds, dict):
+        seconds = seconds.get("total")
     return PushMetrics(
-        int(push["version"]), seconds, None if parity is None else float(parity), int(push.get("parity_tokens") or 0)
+        version=int(push["version"]),
+        seconds=None if seconds is None else float(seconds),
+        parity_max_abs=None if parity is None else float(parity),
+        parity_tokens=int(push.get("parity_tokens") or 0),
     )
 
 
@@ -95,42 +95,43 @@ class Follower:
 
 
 class MetricsHistory:
-    """Every step of a run so far, in order; a step that was trained again after a restart counts once, as it was last."""
+    """Every applied step of a run so far, in order."""
 
     def __init__(self, path: Path) -> None:
         self._follower = Follower(path)
-        self._by_step: dict[int, StepMetrics] = {}
-        self._sessions_s: list[float] = []
-        self._steps: tuple[StepMetrics, ...] = ()
+        self._by_record: dict[int, StepMetrics] = {}
+        self._lines: tuple[StepMetrics, ...] = ()
 
     def refresh(self) -> bool:
         """Read what is new; True if there was anything."""
-        changed = False
-        for record in self._follower.new_records():
-            metrics = step_metrics(record)
-            if metrics is None:
-                continue
-            if not self._sessions_s or metrics.seconds < self._sessions_s[-1]:
-                self._sessions_s.append(0.0)  # a restarted trainer counts from 0 again
-            self._sessions_s[-1] = metrics.seconds
-            self._by_step[metrics.step] = metrics
-            changed = True
-        if changed:
-            self._steps = tuple(self._by_step[step] for step in sorted(self._by_step))
-        return changed
+        added = [metrics for record in self._follower.new_records() if (metrics := step_metrics(record)) is not None]
+        for metrics in added:
+            self._by_record[metrics.record] = metrics
+        if added:
+            self._lines = tuple(self._by_record[record] for record in sorted(self._by_record))
+        return bool(added)
+
+    @property
+    def lines(self) -> Sequence[StepMetrics]:
+        """All lines, skipped steps included."""
+        return self._lines
 
     @property
     def steps(self) -> Sequence[StepMetrics]:
-        return self._steps
+        """Applied steps."""
+        return [line for line in self._lines if not line.skipped]
 
     @property
     def train_seconds(self) -> float:
-        """Seconds of training, over all starts of the trainer."""
-        return sum(self._sessions_s)
+        return max((line.seconds for line in self._lines), default=0.0)
 
     def last(self) -> StepMetrics | None:
-        return self._steps[-1] if self._steps else None
+        return next((line for line in reversed(self._lines) if not line.skipped), None)
+
+    def pushes(self) -> Sequence[PushMetrics]:
+        """Every push that ended, in order."""
+        return [push for line in self._lines for push in line.pushes]
 
     def series(self, key: str) -> list[float]:
-        """The values of `key` in order of steps; steps without it are left out."""
-        return [value for step in self._steps if (value := step.get(key)) is not None]
+        """The values of `key` in order of applied steps; steps without it are left out."""
+        return [value for step in self.steps if (value := step.get(key)) is not None]

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from async_rl.monitor.metrics_file import StepMetrics
 from async_rl.monitor.snapshot import LiveSnapshot, RunSnapshot
-from async_rl.monitor.text import count, number, seconds, share
+from async_rl.monitor.text import count, number, program, seconds, share
 
 STATE_STYLES = {
     "running": "bold green",
@@ -43,8 +43,8 @@ def next_step(snapshot: RunSnapshot) -> str:
     if snapshot.state == "running":
         return f"tail -f {snapshot.layout.events_jsonl}"
     if snapshot.state == "completed":
-        return f"async-rl export {root} --to DIR"
-    return f"async-rl run {snapshot.layout.config_toml} --resume"
+        return f"{program()} export {root} --to DIR"
+    return f"{program()} run {snapshot.layout.config_toml} --resume"
 
 
 def _rows(snapshot: RunSnapshot) -> Iterator[tuple[str, Text]]:
@@ -69,7 +69,7 @@ def _last_step(last: StepMetrics) -> Iterator[tuple[str, Text]]:
     lag = f"lag {number(last.get('lag_mean'), 1)} (max {count(last.get('lag_max'))})"
     loss = f"loss {number(last.get('loss'))}, gradient norm {number(last.get('grad_norm'))}"
     yield "last step", Text(f"reward {number(last.get('reward_mean'))}, {lag}, {loss}")
-    push = f"push {seconds(last.push.seconds if last.push else None)}"
+    push = f"push {seconds(last.pushes[-1].seconds if last.pushes else None)}"
     idle = f"trainer idle {share(last.get('trainer_idle_share'))}"
     yield "speed", Text(f"{count(last.get('tokens_per_s'))} trained tokens/s, {push}, {idle}")
 

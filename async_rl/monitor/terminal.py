@@ -119,10 +119,11 @@ class RunView:
         ]
 
     def _lag(self) -> Text:
-        dropped = sum(self.history.series("groups_dropped"))
+        last = self.history.last()
+        discarded = count(None if last is None else last.get("groups_dropped"))
         text = f"mean {number(self._recent('lag_mean'), 1)}, max {count(self._maximum('lag_max'))} of {self._max_lag} allowed"
         masked = self._recent("tokens_masked_share")
-        return Text(f"{text}; groups dropped {dropped:.0f}; tokens masked {share(masked)}")
+        return Text(f"{text}; groups discarded {discarded}; tokens masked {share(masked)}")
 
     def _recent(self, key: str) -> float | None:
         values = [value for step in self.history.steps[-RECENT:] if (value := step.get(key)) is not None]
@@ -136,7 +137,7 @@ class RunView:
         return (recent[-1].seconds - recent[0].seconds) / (len(recent) - 1) if len(recent) > 1 else None
 
     def _push_s(self) -> float | None:
-        recent = [step.push.seconds for step in self.history.steps[-RECENT:] if step.push and step.push.seconds is not None]
+        recent = [push.seconds for push in self.history.pushes()[-RECENT:] if push.seconds is not None]
         return sum(recent) / len(recent) if recent else None
 
 

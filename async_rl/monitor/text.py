@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+from pathlib import Path
+
 
 def share(value: float | None) -> str:
     """0.123 → `12.3 %`; unknown → `–`."""
@@ -32,3 +36,15 @@ def number(value: float | None, digits: int = 3) -> str:
 
 def count(value: float | None) -> str:
     return "–" if value is None else f"{value:,.0f}"
+
+
+def program() -> str:
+    """How `async-rl` is called here: by its name if that is on PATH, else by its path beside this interpreter."""
+    beside = Path(sys.executable).with_name("async-rl")
+    found = shutil.which("async-rl")
+    if found is not None and Path(found).resolve() == beside.resolve():
+        return "async-rl"
+    try:
+        return str(beside.relative_to(Path.cwd()))
+    except ValueError:
+        return str(beside)

@@ -1,0 +1,235 @@
+"""`async-rl demo`: make a tiny model, warm it up, train it with every role a process of its own, and tell how it went."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from async_rl.config import RunConfig, check, load_config
+from async_rl.config.run import ModelConfig
+from async_rl.environments.base import RowSource
+from async_rl.environments.load import load_environment
+from async_rl.errors import ConfigError
+from async_rl.evaluation.held_out import EvaluationPlan, EvaluationResult, SampleCompletion
+from async_rl.launch.demo_model import demo_model, demo_tokenizer, save_model
+from async_rl.launch.evaluate import evaluate_model
+from async_rl.launch.export import export_run
+from async_rl.launch.local import RunEnd, RunResult, prepare, run_display, supervise
+from async_rl.launch.run_lock import run_lock
+from async_rl.launch.supervisor import catch_stop_signals
+from async_rl.launch.warmup import WarmupPlan, warm_up
+from async_rl.monitor.charts import write_reward_png
+from async_rl.monitor.figures import RunFigures, run_figures, write_figures
+from async_rl.monitor.metrics_file import MetricsHistory
+from async_rl.monitor.summary import Accuracy, Sample, SummaryPage, print_summary
+from async_rl.monitor.text import program
+from async_rl.run_dir.layout import RunIdentity, RunLayout, write_atomic
+
+DEMO_CONFIG = Path(__file__).with_name("demo.toml")
+NUM_PROMPTS = 1024
+FIGURE_KEYS = (
+    "train_seconds",
+    "steps",
+    "lag_mean",
+    "lag_max",
+    "dropped_share",
+    "push_p50_s",
+    "trainer_idle_share",
+    "rollout_idle_share",
+    "parity_max_abs",
+    "parity_tokens",
+    "tokens_trained_per_s",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    """The run, and the figures of summary.json (empty if it was interrupted)."""
+
+    run: RunResult
+    figures: Mapping[str, float | int | None]
+
+
+def demo_config(overrides: Sequence[str]) -> RunConfig:
+    """The demo's config with `overrides` on top. Unless they name a model, it is made in the run directory.
+
+    Raises: ConfigError.
+    """
+    unset = "--model.path=made-by-the-demo"
+    loaded = load_config(DEMO_CONFIG, [unset, *overrides])
+    if loaded.origins["model.path"].where != unset:
+        return loaded.config
+    model = ModelConfig(path=RunLayout(loaded.config.run_dir).model_dir.absolute())
+    return loaded.config.model_copy(update={"model": model})
+
+
+def run_demo(config: RunConfig, *, resume: bool = False, overwrite: bool = False, console: Console | None = None) -> DemoResult:
+    """The whole demo. `config.model.path` below the run directory says: make and warm up a model there.
+
+    Raises: as `async_rl.run`; ConfigError if the environment brings no prompts to warm up on and to evaluate with.
+    """
+    console = console or Console()
+    check(config)
+    _require_rows(config)
+    torch.set_num_threads(1)
+    with run_lock(config.run_dir):
+        layout, identity = prepare(config, resume=resume, overwrite=overwrite)
+        if config.model.path == layout.model_dir.absolute():
+            make_model(config, layout, console)
+        start = _start_evaluation(config, layout, console)
+        with catch_stop_signals() as stop:
+            display = run_display(config, layout, identity, console=console)
+            result = supervise(config, layout, identity, stop, display=display, resumed=resume)
+        if result.end is RunEnd.INTERRUPTED:
+            return DemoResult(result, {})
+        return DemoResult(result, _finish(config, layout, identity, start, console))
+
+
+def _require_rows(config: RunConfig) -> None:
+    environment = load_environment(config.environment)
+    if not isinstance(environment, RowSource):
+        raise ConfigError(
+            f"environment.name={config.environment.name!r} brings no prompts of its own, which the demo warms up on and "
+            f"evaluates with; use a built-in task such as sort_digits, or `async-rl run`"
+        )
+
+
+def make_model(config: RunConfig, layout: RunLayout, console: Console) -> None:
+    """Make the tiny llama and warm it up, from the run's seed; a model that is there already is kept."""
+    if (layout.model_dir / "config.json").exists():
+        return
+    source = load_environment(config.environment)
+    assert isinstance(source, RowSource)  # checked before anything was written
+    tokenizer = demo_tokenizer()
+    model = demo_model(tokenizer, seed=config.seed)
+    plan = WarmupPlan(seed=config.seed)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    with _progress(console, f"warm-up of a {parameters / 1e6:.2f} M parameter llama", plan.steps) as advance:
+        loss = warm_up(model, tokenizer, source, plan, on_step=lambda step, _: advance(step))
+    console.print(f"warmed up on {plan.steps * plan.batch_size:,} pairs, last loss {loss:.3f} nats a token", highlight=False)
+    save_model(layout.model_dir, model, tokenizer)
+
+
+def _start_evaluation(config: RunConfig, layout: RunLayout, console: Console) -> EvaluationResult:
+    """Accuracy before training; measured once in a run's life."""
+    path = layout.root / "evaluation_start.json"
+    if path.exists():
+        return _read_evaluation(path)
+    result = _evaluate(config, config.model.path, "accuracy before training", console)
+    write_atomic(path, json.dumps(asdict(result), indent=2).encode())
+    return result
+
+
+def _evaluate(config: RunConfig, model_dir: Path, title: str, console: Console) -> EvaluationResult:
+    plan = EvaluationPlan(
+        num_prompts=NUM_PROMPTS, temperature=1.0, max_new_tokens=config.rollout.max_new_tokens, seed=config.seed
+    )
+    with _progress(console, title, NUM_PROMPTS) as advance:
+        result = evaluate_model(config, model_dir, plan, on_progress=lambda done, _: advance(done))
+    console.print(f"{title}: {Accuracy(result.mean_reward, result.standard_error)}", highlight=False)
+    return result
+
+
+def _read_evaluation(path: Path) -> EvaluationResult:
+    fields = json.loads(path.read_text())
+    samples = tuple(SampleCompletion(**sample) for sample in fields.pop("samples"))
+    return EvaluationResult(**fields, samples=samples)
+
+
+def _finish(
+    config: RunConfig, layout: RunLayout, identity: RunIdentity, start: EvaluationResult, console: Console
+) -> Mapping[str, float | int | None]:
+    """Export, evaluate, write what programs read, and print what people read."""
+    trained = layout.root / "trained"
+    shutil.rmtree(trained, ignore_errors=True)
+    export_run(layout.root, trained)
+    end = _evaluate(config, trained, "accuracy after training", console)
+    history = MetricsHistory(layout.metrics_jsonl)
+    history.refresh()
+    figures = run_figures(history, layout)
+    summary = summary_figures(figures, accuracy_start=start.mean_reward, accuracy_end=end.mean_reward)
+    write_figures(layout.summary_json, summary)
+    png = layout.root / "reward.png"
+    write_reward_png(
+        png,
+        steps=[step.step for step in history.steps if step.get("reward_mean") is not None],
+        rewards=history.series("reward_mean"),
+        lag_histogram=figures.lag_histogram,
+        title=f"{config.environment.name}: sampled accuracy {start.mean_reward:.2f} → {end.mean_reward:.2f}",
+    )
+    print_summary(_page(config, layout, identity, history, figures, start, end), console)
+    return summary
+
+
+def summary_figures(figures: RunFigures, *, accuracy_start: float, accuracy_end: float) -> Mapping[str, float | int | None]:
+    """What summary.json holds: a public interface."""
+    return {
+        "accuracy_start": accuracy_start,
+        "accuracy_end": accuracy_end,
+        **{key: getattr(figures, key) for key in FIGURE_KEYS},
+    }
+
+
+def _page(
+    config: RunConfig,
+    layout: RunLayout,
+    identity: RunIdentity,
+    history: MetricsHistory,
+    figures: RunFigures,
+    start: EvaluationResult,
+    end: EvaluationResult,
+) -> SummaryPage:
+    return SummaryPage(
+        title=f"{config.environment.name}  [dim]{identity.run_id}[/]",
+        figures=figures,
+        history=history,
+        num_prompts=end.num_prompts,
+        start=Accuracy(start.mean_reward, start.standard_error),
+        end=Accuracy(end.mean_reward, end.standard_error),
+        samples=_paired(start.samples, end.samples),
+        places=(
+            ("model", layout.root / "trained"),
+            ("checkpoints", layout.checkpoints_dir),
+            ("reward curve", layout.root / "reward.png"),
+            ("figures", layout.summary_json),
+        ),
+        next_commands=next_commands(config, layout),
+    )
+
+
+def _paired(before: Sequence[SampleCompletion], after: Sequence[SampleCompletion]) -> Sequence[Sample]:
+    """Answers to the same prompts, before and after training."""
+    earlier = {sample.prompt: sample for sample in before}
+    return [
+        Sample(late.prompt, early.completion, early.reward, late.completion, late.reward)
+        for late in after
+        if (early := earlier.get(late.prompt)) is not None
+    ]
+
+
+def next_commands(config: RunConfig, layout: RunLayout) -> Sequence[tuple[str, str]]:
+    """Commands that work as they stand."""
+    name, root = program(), layout.root
+    return (
+        (f"{name} show {root}", "a trajectory of the run: tokens, logprobs, versions, reward"),
+        (f"{name} audit {root}", "how every task of the run ended"),
+        (f"{name} demo --run_dir={root}-5 --environment.args.length=5", "another length of the task"),
+        (f"{name} demo --run_dir={root} --resume --trainer.max_steps={config.trainer.max_steps * 2}", "train further"),
+    )
+
+
+@contextmanager
+def _progress(console: Console, title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal; elsewhere nothing, the result is printed anyway."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda done: progress.update(task, completed=done)

@@ -1,0 +1,82 @@
+"""Evaluate a model directory with the built-in engine, standing alone: no trainer, no queue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import cast
+
+from transformers import GenerationConfig
+
+from async_rl.config import RunConfig
+from async_rl.environments.base import Environment, Episode
+from async_rl.environments.load import load_environment
+from async_rl.evaluation.held_out import EvaluationPlan, EvaluationResult, evaluate
+from async_rl.model.load import load_tokenizer
+from async_rl.rollout.group import GroupRollout, RolloutLimits, Score, Tokenizer
+from async_rl.rollout.torch_engine import TorchEngine
+from protocol.messages import Reward
+
+
+def evaluate_model(
+    config: RunConfig,
+    model_dir: Path,
+    plan: EvaluationPlan,
+    *,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> EvaluationResult:
+    """Sample held-out prompts of the config's environment with the model at `model_dir`, exactly as a rollout worker would.
+
+    Raises: ConfigError if the environment has no held-out prompts; DataError if the model cannot be read; EngineError.
+    """
+    return asyncio.run(_evaluate(config, model_dir, plan, on_progress))
+
+
+async def _evaluate(
+    config: RunConfig, model_dir: Path, plan: EvaluationPlan, on_progress: Callable[[int, int], None]
+) -> EvaluationResult:
+    environment = load_environment(config.environment)
+    tokenizer = load_tokenizer(model_dir)
+    engine = TorchEngine(model_dir, config.rollout, "evaluation")
+    await engine.start()
+    try:
+        await engine.serve(0)
+        rollout = GroupRollout(
+            engine,
+            cast(Tokenizer, tokenizer),
+            environment,
+            RolloutLimits(config.rollout.max_turns, engine.max_context, plan.max_new_tokens),
+            worker_id="evaluation",
+            stop_token_ids=_stop_token_ids(model_dir, tokenizer.eos_token_id),
+            score=_scorer(environment, config.reward.timeout_s),
+        )
+
+        def decode(ids: Sequence[int]) -> str:
+            return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+        return await evaluate(rollout.run, environment, decode, plan, on_progress=on_progress)
+    finally:
+        await engine.close()
+
+
+def _stop_token_ids(model_dir: Path, eos_token_id: int | None) -> list[int]:
+    """The tokenizer's end of text, and what the model's own generation config ends with."""
+    stops = set() if eos_token_id is None else {int(eos_token_id)}
+    if (model_dir / "generation_config.json").is_file():
+        own = GenerationConfig.from_pretrained(model_dir).eos_token_id
+        stops.update([own] if isinstance(own, int) else own or [])
+    return sorted(stops)
+
+
+def _scorer(environment: Environment, timeout_s: float) -> Score:
+    """What cannot be scored is invalid, never 0."""
+
+    async def score(episode: Episode) -> Reward:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await environment.score(episode)
+        except Exception as error:
+            return Reward.invalid(f"{type(error).__name__}: {error}", type(error).__name__)
+
+    return score

@@ -1,0 +1,234 @@
+"""`async-rl`: start runs, look at them, take their results."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from async_rl.config import RunConfig, check, dump_toml, load_config
+from async_rl.errors import ConfigError
+from async_rl.monitor.text import program
+from workers.arguments import overrides_of, run_app
+
+WITH_OVERRIDES = ("run", "demo", "config")
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Asynchronous off-policy RL for language models. Any setting of a config can be set: --section.key=value.",
+)
+
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in the run directory.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run in the run directory.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.", show_default=False)]
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Entry point of `async-rl`."""
+    run_app(app, argv, prog_name="async-rl", overrides_for=WITH_OVERRIDES)
+
+
+@app.command("run")
+def run_command(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file.", show_default=False)],
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the config, print what would run.")] = False,
+    debug: Debug = False,
+) -> int:
+    """Train: start every role on this machine, watch them, stop them all at the end, on Ctrl-C or on the first failure."""
+    from async_rl.launch.local import RunEnd, require_model, run
+
+    del debug
+    _one_of(resume, overwrite)
+    settings = _load(config, overrides_of(context))
+    if dry_run:
+        require_model(settings)
+        _print_plan(settings)
+        return 0
+    result = run(settings, resume=resume, overwrite=overwrite)
+    name = program()
+    if result.end is RunEnd.INTERRUPTED:
+        _say(f"stopped after {result.steps} steps", f"{name} run {result.run_dir}/config.toml --resume")
+    else:
+        _say(f"done: {result.steps} steps in {result.seconds:.0f} s", f"{name} export {result.run_dir} --to DIR")
+    return result.exit_code
+
+
+@app.command()
+def demo(
+    context: typer.Context,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the config, print what would run.")] = False,
+    debug: Debug = False,
+) -> int:
+    """Learn to sort digits in minutes on two CPU cores; a report at the end. Change it: --run_dir=DIR --section.key=value."""
+    from async_rl.launch.demo import demo_config, run_demo
+    from async_rl.launch.local import RunEnd
+
+    del debug
+    _one_of(resume, overwrite)
+    settings = demo_config(overrides_of(context))
+    check(settings)
+    if dry_run:
+        _print_plan(settings)
+        return 0
+    result = run_demo(settings, resume=resume, overwrite=overwrite).run
+    if result.end is RunEnd.INTERRUPTED:
+        flags = " ".join(overrides_of(context))
+        _say(f"stopped after {result.steps} steps", f"{program()} demo --resume {flags}".rstrip())
+    return result.exit_code
+
+
+@app.command()
+def status(run_dir: RunDir, debug: Debug = False) -> None:
+    """Show a run as it stands: state, steps, queue, engines and versions, last metrics, checkpoints. Works on dead runs."""
+    from async_rl.launch.look import look
+    from async_rl.monitor.status import print_status
+
+    del debug
+    print_status(asyncio.run(look(run_dir, dict(os.environ))), Console())
+
+
+@app.command()
+def show(
+    run_dir: RunDir,
+    task: Annotated[str | None, typer.Option(help="Id of the task to show.", show_default=False)] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Show what the step from this policy version trained.", show_default=False)
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Groups to show.")] = 1,
+    members: Annotated[int, typer.Option(min=1, help="Trajectories to show of each group.")] = 1,
+    debug: Debug = False,
+) -> None:
+    """Show trajectories of a run: every token with its logprob and policy version, and the reward."""
+    from async_rl.launch.look import config_of_run
+    from async_rl.model.load import load_tokenizer
+    from async_rl.monitor.trajectories import find_groups, print_group
+
+    del debug
+    settings = config_of_run(run_dir)
+    groups = find_groups(run_dir, task_id=task, step=step, limit=limit)
+    tokenizer = load_tokenizer(settings.model.path)
+    for group in groups:
+        print_group(group, lambda ids: str(tokenizer.decode(list(ids))), Console(), members=members)
+
+
+@app.command("config")
+def config_command(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file.", show_default=False)],
+    toml: Annotated[bool, typer.Option("--toml", help="Print TOML that can be loaded again (passwords hidden).")] = False,
+    debug: Debug = False,
+) -> None:
+    """Show the resolved config, and where each value came from."""
+    del debug
+    loaded = load_config(config, overrides_of(context))
+    check(loaded.config)
+    if toml:
+        sys.stdout.write(dump_toml(loaded.config, redact=True))
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("setting", no_wrap=True)
+    table.add_column("value", overflow="fold")
+    table.add_column("from", style="dim", overflow="fold")
+    for key, origin in loaded.origins.items():
+        style = "" if origin.kind == "default" else "bold"
+        table.add_row(Text(key, style), Text(_shown(loaded.config, key), style), str(origin))
+    Console().print(table)
+
+
+@app.command()
+def export(
+    run_dir: RunDir,
+    to: Annotated[Path, typer.Option("--to", help="Directory to write.", show_default=False)],
+    step: Annotated[int | None, typer.Option(help="Checkpoint to export; default: the newest.", show_default=False)] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a checkpoint as a Hugging Face model directory (safetensors and tokenizer)."""
+    from async_rl.launch.export import export_run
+
+    del debug
+    export_run(run_dir, to, step=step)
+    _say(f"exported to {to}", f'transformers.AutoModelForCausalLM.from_pretrained("{to}")')
+
+
+@app.command()
+def audit(run_dir: RunDir, debug: Debug = False) -> int:
+    """Account for every task of a run: issued, and how each ended. Exit code 1 if one was lost or trained twice."""
+    from async_rl.checks.audit import audit as audit_run
+
+    del debug
+    found = audit_run(run_dir)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    table.add_row("issued", "not known before the run's end" if found.issued is None else f"{found.issued:,}")
+    for reason, count in found.ends.items():
+        table.add_row(reason, f"{count:,}")
+    table.add_row("in the log, in no step yet", f"{found.waiting:,}")
+    table.add_row("lost", "not known before the run's end" if found.lost is None else f"{found.lost:,}")
+    table.add_row("trained twice", f"{len(found.twice):,}")
+    console = Console()
+    console.print(table)
+    for warning in found.warnings:
+        console.print(f"note: {warning}", style="yellow", markup=False)
+    verdict = "every task ended exactly once" if found.issued is not None else "no task was trained twice so far"
+    console.print(
+        verdict if found.is_exact else "NOT exact: see the counts above", style="green" if found.is_exact else "bold red"
+    )
+    return 0 if found.is_exact else 1
+
+
+def _load(path: Path, overrides: Sequence[str]) -> RunConfig:
+    settings = load_config(path, overrides).config
+    check(settings)
+    return settings
+
+
+def _one_of(resume: bool, overwrite: bool) -> None:
+    if resume and overwrite:
+        raise ConfigError("--resume and --overwrite exclude each other: go on with the run, or replace it")
+
+
+def _shown(config: RunConfig, key: str) -> str:
+    from async_rl.config.dump import toml_value
+    from async_rl.logs import redact
+
+    value: Any = config
+    for name in key.split("."):
+        value = value[name] if isinstance(value, dict) else getattr(value, name)
+    return "not set" if value is None else toml_value(redact(value, key), key)
+
+
+def _print_plan(config: RunConfig) -> None:
+    from async_rl.launch.role_table import role_table
+    from async_rl.run_dir.layout import RunLayout
+
+    roles = role_table(config, RunLayout(config.run_dir), redis_url="", master_port=0)
+    server = "an embedded Redis server" if config.redis.url == "embedded" else "the Redis server of redis.url"
+    print(f"config is valid; this would run in {config.run_dir}, with {server}:")
+    for role in roles:
+        print(f"  {role.name:<12} {' '.join(role.command[1:])}")
+
+
+def _say(what: str, then: str) -> None:
+    print(what)
+    print(f"next: {then}")
+
+
+if __name__ == "__main__":
+    main()
