@@ -107,13 +107,17 @@ class DecodeView(Cache):
 
     def __init__(self, cache: ColumnCache) -> None:
         super().__init__(layers=[])
-        self._cache = cache
+        self._length = cache.cur - cache.lo
+        self._targets, self._windows = cache.step_views()
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> KeyValue:
-        return self._cache.write(layer_idx, key_states, value_states)
+        keys, values = 2 * layer_idx, 2 * layer_idx + 1
+        self._targets[keys].copy_(key_states.squeeze(2))
+        self._targets[values].copy_(value_states.squeeze(2))
+        return self._windows[keys], self._windows[values]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._cache.cur - self._cache.lo
+        return self._length
 
 
 class CollectView(Cache):

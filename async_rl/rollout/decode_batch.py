@@ -163,7 +163,7 @@ class DecodeBatch:
         self._members += members
         added = [(owner.request.prompt, owner.request.sampling[owner.member]) for owner in members]
         table.add(first, cache.cur, added, max_context=self._max_context, version=self.version)
-        cache.set_rows(rows.stop)
+        cache.num_rows = rows.stop
         cache.lo = table.first_start()
 
         tokens, logprobs = sample(logits, table.temperature(rows), table.uniforms(cache.cur)[rows])
@@ -211,7 +211,7 @@ class DecodeBatch:
             for source, target in zip(movers, holes, strict=True):
                 self._members[target] = self._members[source]
         del self._members[left:]
-        self._cache.set_rows(left)
+        self._cache.num_rows = left
         self._table.changed(left)
         if left:
             self._cache.lo = self._table.first_start()

@@ -16,6 +16,7 @@ from async_rl.model.load import load_causal_lm
 from async_rl.rollout.attention import ATTENTION_NAME
 from async_rl.rollout.decode_batch import DecodeBatch
 from async_rl.rollout.forward import Forward, ModuleForward, require_supported, vocabulary_size
+from async_rl.rollout.fused_llama import FusedLlamaForward, is_fusable
 from async_rl.rollout.sampling import tempered_logprobs
 from async_rl.rollout.self_check import check_against_model
 from async_rl.rollout.weight_store import WeightStore
@@ -33,7 +34,7 @@ class LoadedModel:
         self.vocab_size = vocabulary_size(model)
         self.max_context = _max_context(model, config)
         self._device = torch.device(config.device)
-        self._forward: Forward = ModuleForward(model)
+        self._forward: Forward = FusedLlamaForward(model) if is_fusable(model, self.max_context) else ModuleForward(model)
         check_against_model(model, self._forward)
         self.weights = WeightStore(model)
         self.batch = DecodeBatch(

@@ -15,8 +15,8 @@ from async_rl.rollout.kv_cache import ColumnCache
 from async_rl.rollout.token_table import TokenTable
 from protocol.messages import SamplingParams
 
-_PROMPT_LENGTHS = (5, 3)
 _NUM_DECODED = 2
+_LONGEST_CHECK = 256
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
 """Largest difference of logits accepted, relative to the largest logit."""
 
@@ -28,8 +28,7 @@ def check_against_model(model: PreTrainedModel, forward: Forward) -> None:
     Raises: EngineError if they differ: the model does something with positions, masks or caches that the engine does not.
     """
     vocab_size = vocabulary_size(model)
-    total = [length + _NUM_DECODED for length in _PROMPT_LENGTHS]
-    sequences = [torch.arange(3, 3 + 7 * length, 7) % vocab_size for length in total]
+    sequences = [torch.arange(3, 3 + 7 * length, 7) % vocab_size for length in _lengths(model)]
     found = _decoded(forward, sequences, model.dtype, model.device)
     expected = _reference(model, sequences)
     difference = float((found - expected).abs().max() / expected.abs().max())
@@ -41,10 +40,18 @@ def check_against_model(model: PreTrainedModel, forward: Forward) -> None:
         )
 
 
+def _lengths(model: PreTrainedModel) -> tuple[int, int]:
+    """Two lengths, the first beyond the model's sliding window if it has a short one."""
+    window = getattr(model.config, "sliding_window", None)
+    longest = window + 3 + _NUM_DECODED if isinstance(window, int) and window + 8 <= _LONGEST_CHECK else 7
+    context = getattr(model.config, "max_position_embeddings", None) or longest
+    return min(longest, context), min(4, context)
+
+
 def _decoded(forward: Forward, sequences: list[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Logits [rows, 1 + _NUM_DECODED, V] after each prompt and after each further token, as the engine decodes them."""
-    prompts = [sequence[:length].numpy() for sequence, length in zip(sequences, _PROMPT_LENGTHS, strict=True)]
-    rows, end = len(prompts), max(_PROMPT_LENGTHS)
+    prompts = [sequence[:-_NUM_DECODED].numpy() for sequence in sequences]
+    rows, end = len(prompts), max(prompt.size for prompt in prompts)
     table, cache = TokenTable(dtype, device), ColumnCache(forward.layers, dtype, device)
     table.move(0, 0, 0, rows, end + _NUM_DECODED)
     cache.move(end, rows, end + _NUM_DECODED)
@@ -52,11 +59,11 @@ def _decoded(forward: Forward, sequences: list[torch.Tensor], dtype: torch.dtype
     params = SamplingParams(temperature=1.0, max_new_tokens=_NUM_DECODED + 1, seed=0)
     table.add(0, end, [(prompt, params) for prompt in prompts], max_context=end + _NUM_DECODED + 1, version=0)
     cache.fill(slice(0, rows), end, layers, None)
-    cache.set_rows(rows)
+    cache.num_rows = rows
     cache.lo = table.first_start()
     found = [logits]
     for step in range(_NUM_DECODED):
-        following = torch.stack([sequence[length + step] for sequence, length in zip(sequences, _PROMPT_LENGTHS, strict=True)])
+        following = torch.stack([sequence[step - _NUM_DECODED] for sequence in sequences])
         table.ids[:rows, end + step] = following.numpy()
         found.append(forward.decode(*table.inputs(end + step), table.bias(cache.lo, end + step + 1), cache))
         cache.cur += 1
