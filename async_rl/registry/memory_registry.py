@@ -41,16 +41,17 @@ class MemoryRegistry:
         """Nothing is held between calls."""
 
     async def announce(self, announcement: Announcement) -> None:
-        a, before = announcement, self._announced
+        a, before, pushed = announcement, self._announced, self._pushable
         if a.epoch < self._epoch():
             raise EpochFenced(
                 f"announcement of version {a.version} by epoch {a.epoch}: a newer trainer has started; stop this one"
             )
-        if before is not None and before.epoch == a.epoch and a.version < before.version:
+        if a.push is not None and pushed is not None and pushed.epoch == a.epoch and a.version < pushed.version:
             raise WeightPushError(
-                f"version {a.version} is below the one that epoch {a.epoch} announced before; versions only grow"
+                f"version {a.version} is below the one that epoch {a.epoch} pushed before; versions only grow"
             )
-        self._announced = a
+        if before is None or before.epoch != a.epoch or a.version >= before.version:
+            self._announced = a
         self._trained[a.version] = a.trained_through
         if a.push is not None:
             self._pushable = a

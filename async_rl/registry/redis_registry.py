@@ -59,7 +59,7 @@ class RedisRegistry:
             )
         if answer == b"backwards":
             raise WeightPushError(
-                f"version {a.version} is below the one that epoch {a.epoch} announced before; versions only grow"
+                f"version {a.version} is below the one that epoch {a.epoch} pushed before; versions only grow"
             )
 
     async def manifest(self, epoch: int, version: int) -> bytes | None:

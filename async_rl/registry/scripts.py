@@ -49,8 +49,10 @@ ANNOUNCE = _script("""
 -- ARGV epoch version trained_through discarded has_push push store_address → 'ok', 'fenced', 'backwards'
 local epoch, version = tonumber(ARGV[1]), tonumber(ARGV[2])
 if epoch < current_epoch() then return 'fenced' end
-if num('announced_epoch') == epoch and version < (num('announced_version') or -1) then return 'backwards' end
-set('announced_epoch', ARGV[1], 'announced_version', ARGV[2], 'discarded', ARGV[4])
+if ARGV[5] == '1' and num('push_epoch') == epoch and version < num('pushable_version') then return 'backwards' end
+if num('announced_epoch') ~= epoch or version >= num('announced_version') then
+  set('announced_epoch', ARGV[1], 'announced_version', ARGV[2], 'discarded', ARGV[4])
+end
 redis.call('HSET', trained, ARGV[2], ARGV[3])
 local running = get('plan_status') == 'planned'
 if ARGV[5] == '1' then

@@ -111,9 +111,10 @@ class VersionRegistry(Protocol):
     async def close(self) -> None: ...
 
     async def announce(self, announcement: Announcement) -> None:
-        """Make a version known, and pushable if it brings a manifest. Announcing the same again is a no-op.
+        """Make a version known, and pushable if it brings a manifest. Announcing the same again is harmless; a push may be
+        announced after a later version without one.
 
-        Raises: EpochFenced; WeightPushError if the version is below the one announced in this epoch.
+        Raises: EpochFenced; WeightPushError if a push is below one that this epoch announced before.
         """
         ...
 

@@ -17,7 +17,6 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGro
 from async_rl.errors import WeightPushError
 from async_rl.registry.versions import PushPlan
 
-
 __all__ = ["GlooGroup", "Store", "address_towards", "connect_store", "host_store"]
 
 

@@ -167,6 +167,16 @@ async def test_versions_of_one_epoch_never_go_backwards(bench: Bench) -> None:
         await registry.announce(announcement(3))
 
 
+async def test_a_push_may_be_announced_after_a_later_version_without_one(bench: Bench) -> None:
+    registry = bench.registry
+    await bench.raise_epoch(1)
+    await registry.announce(announcement(5, push=None))
+    await registry.announce(announcement(4))
+    state = await registry.state()
+    assert (state.announced_version, state.pushable_version) == (5, 4)
+    assert state.trained_through == {4: 64, 5: 80}
+
+
 async def test_only_the_pushable_version_can_be_planned_and_generations_never_go_backwards(bench: Bench) -> None:
     registry = bench.registry
     await bench.raise_epoch(1)
