@@ -17,12 +17,14 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from async_rl.rollout.attention import grouped_attention
 from async_rl.rollout.kv_cache import ColumnCache, KeyValue, LayerShape
 
 _CLASSES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 _ROPE_BY_POSITION = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary embeddings that depend on a token's position alone (not on the longest sequence seen)."""
+
+_PAD = 16
+"""Columns beside the residual stream: 64 bytes, so that rows stay aligned."""
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -88,6 +90,8 @@ class FusedLlamaForward:
         self._scale = float(inner.layers[0].self_attn.scaling)
         self._eps = float(config.rms_norm_eps)
         self._embedding: torch.Tensor = inner.embed_tokens.weight.detach()
+        self._zero = self._embedding.new_zeros(())
+        self._root_size = math.sqrt(self._embedding.shape[1])
         self._layers = [_take_layer(layer) for layer in inner.layers]
         self._norm: torch.Tensor = inner.norm.weight.detach()
         head = cast(Any, model).lm_head
@@ -102,23 +106,25 @@ class FusedLlamaForward:
     ) -> tuple[torch.Tensor, Sequence[KeyValue]]:
         pairs: list[KeyValue] = []
         hidden = self._whole(ids, positions, bias, pairs)
-        return self._logits(hidden[:, -1]), pairs
+        return hidden[:, -1].mm(self._head), pairs
 
     def decode(self, ids: torch.Tensor, positions: torch.Tensor, bias: torch.Tensor | None, cache: ColumnCache) -> torch.Tensor:
         targets, windows = cache.step_views()
-        width = self._heads * self._head_dim
+        groups, kv_heads, dim, scale = self._heads // self._kv_heads, self._kv_heads, self._head_dim, self._scale
 
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            targets[2 * layer].copy_(key)
-            targets[2 * layer + 1].copy_(value)
-            out = grouped_attention(query.unsqueeze(2), windows[2 * layer], windows[2 * layer + 1], bias, self._scale)
-            return out.view(-1, width)
+            keys, values = 2 * layer, 2 * layer + 1
+            targets[keys].copy_(key)
+            targets[values].copy_(value)
+            grouped = query.view(-1, kv_heads, groups, dim)  # heads that share a key are its queries: nothing is expanded
+            out = functional.scaled_dot_product_attention(grouped, windows[keys], windows[values], attn_mask=bias, scale=scale)
+            return out.reshape(-1, kv_heads * groups * dim)
 
-        return self._logits(self._run(ids, positions, cache.cur - cache.lo, attend))
+        return self._run(ids, positions, cache.cur - cache.lo, attend).mm(self._head)
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        return self._logits(self._whole(ids, positions, None, []))
+        return torch.matmul(self._whole(ids, positions, None, []), self._head)
 
     def _whole(
         self, ids: torch.Tensor, positions: torch.Tensor, bias: torch.Tensor | None, pairs: list[KeyValue]
@@ -137,7 +143,7 @@ class FusedLlamaForward:
         return self._run(ids.reshape(-1), positions.reshape(-1), length, attend).view(g, length, -1)
 
     def _run(self, ids: torch.Tensor, positions: torch.Tensor, max_position: int, attend: Attend) -> torch.Tensor:
-        """Hidden states [n, C] of n tokens before the final norm.
+        """Hidden states [n, C] of n tokens, after the final norm.
 
         attend: given the layer, rotated queries and keys, and values [n, heads, dim], returns [n, heads × dim].
         """
@@ -145,31 +151,38 @@ class FusedLlamaForward:
             self._rope = self._rope_table(max_position)
         cos, sin = self._rope.index_select(0, positions).unbind(1)
         heads, kv_heads, dim = self._heads, self._kv_heads, self._head_dim
-        x = functional.embedding(ids, self._embedding)
+        padded, x = self._residual_stream(ids)
         for index, layer in enumerate(self._layers):
-            normed = self._rms(x, layer.norm_1)
+            normed = self._rms(padded, x, layer.norm_1)
             qkv = normed.mm(layer.qkv) if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, normed, layer.qkv)
-            qkv = qkv.view(-1, heads + 2 * kv_heads, dim)
-            rotated, value = torch.split(qkv, [heads + kv_heads, kv_heads], 1)
+            rotated, value = qkv.view(-1, heads + 2 * kv_heads, dim).split_with_sizes((heads + kv_heads, kv_heads), 1)
             if layer.query_norm is not None and layer.key_norm is not None:
-                query, key = torch.split(rotated, [heads, kv_heads], 1)
-                rotated = torch.cat((self._rms(query, layer.query_norm), self._rms(key, layer.key_norm)), 1)
+                query, key = rotated.split_with_sizes((heads, kv_heads), 1)
+                rotated = torch.cat((_rms(query, layer.query_norm, self._eps), _rms(key, layer.key_norm, self._eps)), 1)
             rotated = torch.addcmul(rotated * cos, rotated.roll(dim // 2, -1), sin)
-            query, key = torch.split(rotated, [heads, kv_heads], 1)
-            x = x.addmm_(attend(index, query, key, value), layer.out)
-            gate, up = self._rms(x, layer.norm_2).mm(layer.gate_up).chunk(2, 1)
-            x = x.addmm_(functional.silu(gate).mul_(up), layer.down)
-        return x
+            query, key = rotated.split_with_sizes((heads, kv_heads), 1)
+            x.addmm_(attend(index, query, key, value), layer.out)
+            gate, up = self._rms(padded, x, layer.norm_2).mm(layer.gate_up).chunk(2, 1)
+            x.addmm_(functional.silu(gate).mul_(up), layer.down)
+        return self._rms(padded, x, self._norm)
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.matmul(self._rms(hidden, self._norm), self._head)
+    def _residual_stream(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings x [n, C], as a view of a tensor whose 16 further columns add C × eps to the sum of its squares.
 
-    def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x / sqrt(mean(x²) + eps) × weight, normalised in float32."""
-        wide = x.float()
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale: torch.Tensor = norm.square_().mul_(1.0 / x.shape[-1]).add_(self._eps).rsqrt_()
-        return (wide * scale).to(x.dtype).mul_(weight)
+        So the norm of its rows is sqrt(C × (mean(x²) + eps)), the whole divisor of RMSNorm, in one call.
+        """
+        size = self._embedding.shape[1]
+        padded = self._embedding.new_full((ids.shape[0], size + _PAD), math.sqrt(size * self._eps / _PAD))
+        x = padded.narrow(1, 0, size)
+        x.copy_(functional.embedding(ids, self._embedding))
+        return padded, x
+
+    def _rms(self, padded: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """RMSNorm of the residual stream [n, C]."""
+        if x.dtype is not torch.float32:
+            return _rms(x, weight, self._eps)
+        norm = torch.linalg.vector_norm(padded, dim=1, keepdim=True)
+        return torch.addcdiv(self._zero, x, norm, value=self._root_size).mul_(weight)
 
     def _rope_table(self, max_position: int) -> torch.Tensor:
         """[positions, 2, 1, dim]: cosines, and sines with the sign that rotating by halves gives them."""
@@ -179,6 +192,13 @@ class FusedLlamaForward:
         signed = sin[0].clone()
         signed[:, : self._head_dim // 2].neg_()
         return torch.stack((cos[0], signed), 1).unsqueeze(2)
+
+
+def _rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x²) + eps) × weight over the last dimension, normalised in float32 and rounded before the product."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype).mul_(weight)
 
 
 def _take_layer(layer: Any) -> _Layer:
