@@ -79,12 +79,17 @@ def unpack_unchecked(data: bytes | memoryview) -> Any:
     except CodecError:
         raise
     except msgpack.ExtraData as error:
-        raise CodecError(f"{len(error.extra)} trailing bytes after the message ({len(data)} bytes in all)") from error
+        raise CodecError(
+            f"{len(error.extra)} trailing bytes after the message ({len(data)} bytes in all){_hint(data)}"
+        ) from error
     except msgpack.StackError as error:
         raise CodecError("message is nested too deeply") from error
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
-        hint = "; this looks like a pickle, which is never read here" if bytes(data[:2]) in _PICKLE_HEADS else ""
-        raise CodecError(f"not a whole msgpack message ({len(data)} bytes): {error}{hint}") from error
+        raise CodecError(f"not a whole msgpack message ({len(data)} bytes): {error}{_hint(data)}") from error
+
+
+def _hint(data: bytes | memoryview) -> str:
+    return "; this looks like a pickle, which is never read here" if bytes(data[:2]) in _PICKLE_HEADS else ""
 
 
 _PICKLE_HEADS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")

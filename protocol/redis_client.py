@@ -133,6 +133,10 @@ class RedisClient:
 
         return await self.run(name, call, retry_s=retry_s, wait_if_full=wait_if_full)
 
+    async def load_scripts(self) -> None:
+        """Send the server every script, so that later calls need one round trip."""
+        await self.pipeline([("SCRIPT", "LOAD", source) for _, source in self._scripts.values()])
+
     async def run(
         self,
         name: str,
@@ -163,9 +167,10 @@ class RedisClient:
 
     def _translate(self, name: str, error: Exception) -> ProtocolError:
         text = str(error)
-        if isinstance(error, OutOfMemoryError):
+        if isinstance(error, OutOfMemoryError) or "-OOM command not allowed" in text:  # 6.2 wraps a script's OOM in its own words
             return QueueFull(f"redis at {self.shown_url} is at maxmemory and refuses {name}; raise maxmemory or let it drain")
-        if isinstance(error, AuthenticationError | AuthorizationError | NoPermissionError):
+        refusals = (AuthenticationError, AuthorizationError, NoPermissionError)
+        if isinstance(error, refusals) or isinstance(error.__cause__, refusals):
             return QueueRefused(f"redis at {self.shown_url} refuses {name}: {text}; check user, password and ACL in redis.url")
         if isinstance(error, TimeoutError | RedisTimeoutError):
             return QueueUnavailable(f"redis at {self.shown_url} did not answer {name} within {self._timeout_s} s")

@@ -71,6 +71,7 @@ class RedisStreams:
     async def open(self) -> None:
         info = _info(await self._client.execute("INFO", retry_s=self._timeout_s))
         _check_server(info, self._client.shown_url)
+        await self._client.load_scripts()
         await self._create_streams()
 
     async def _create_streams(self) -> None:

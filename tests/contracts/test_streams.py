@@ -1,0 +1,676 @@
+"""What every implementation of `protocol.streams.Streams` must do. Runs over memory and over a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import pickle
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from async_rl.launch.embedded_redis import EmbeddedRedis
+from protocol.codec import decode
+from protocol.errors import CodecError, EpochFenced, MessageTooLarge, QueueRefused
+from protocol.keys import trainer_consumer
+from protocol.memory_streams import MemoryStreams
+from protocol.redis_streams import RedisStreams
+from protocol.streams import Delivery, Finished, IssuedTask, Publication, RunState, Stream, Streams
+
+_run_numbers = itertools.count()
+MAX_BYTES = 2**20
+
+
+class Queue(Protocol):
+    """An open, empty run and what a test may do to it from outside."""
+
+    streams: Streams
+
+    async def lose_lease(self, worker_id: str) -> None: ...
+
+    async def add_foreign(self, stream: Stream, payload: bytes) -> None: ...
+
+    async def lose_entry(self, stream: Stream, entry_id: str) -> None: ...
+
+
+class MemoryQueue:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.streams: MemoryStreams = MemoryStreams(max_message_bytes=MAX_BYTES, now=lambda: self.now_s)
+
+    async def lose_lease(self, worker_id: str) -> None:
+        lease = self.streams._leases.get(worker_id)
+        if lease is not None:
+            lease.expires_s = self.now_s
+
+    async def add_foreign(self, stream: Stream, payload: bytes) -> None:
+        self.streams.add_foreign(stream, payload)
+
+    async def lose_entry(self, stream: Stream, entry_id: str) -> None:
+        del self.streams._run.entries[stream][entry_id]
+
+
+class RedisQueue:
+    def __init__(self, url: str) -> None:
+        run_id = f"contract-{next(_run_numbers)}"
+        self.streams: RedisStreams = RedisStreams(url, run_id, max_message_bytes=MAX_BYTES, retry_s=5.0, lease_s=0.0)
+
+    async def lose_lease(self, worker_id: str) -> None:
+        await self.streams.client.delete(self.streams.keys.lease(worker_id))
+
+    async def add_foreign(self, stream: Stream, payload: bytes) -> None:
+        await self.streams.client.xadd(self.streams.keys.stream(stream), {"d": payload})
+
+    async def lose_entry(self, stream: Stream, entry_id: str) -> None:
+        await self.streams.client.xdel(self.streams.keys.stream(stream), entry_id)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedRedis]:
+    binary = os.environ.get("ASYNC_RL_TEST_REDIS_SERVER")  # another server to hold to the same contract
+    with tempfile.TemporaryDirectory(prefix="arl-") as directory:
+        redis = EmbeddedRedis(Path(directory) / "redis", binary=Path(binary) if binary else None)
+        with redis:
+            yield redis
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def queue(request: pytest.FixtureRequest) -> AsyncIterator[Queue]:
+    made: Queue = MemoryQueue() if request.param == "memory" else RedisQueue(request.getfixturevalue("server").url)
+    await made.streams.open()
+    yield made
+    await made.streams.close()
+
+
+@pytest.fixture
+def streams(queue: Queue) -> Streams:
+    return queue.streams
+
+
+def _tasks(*names: str) -> list[IssuedTask]:
+    return [IssuedTask(name, f"task {name}".encode()) for name in names]
+
+
+def _publications(deliveries: Sequence[Delivery], target: Stream = Stream.GROUPS) -> list[Publication]:
+    return [Publication(d.stream, d.entry_id, target, b"group of " + d.payload) for d in deliveries]
+
+
+def _finished(deliveries: Sequence[Delivery]) -> list[Finished]:
+    return [Finished(d.entry_id, d.task_id or "") for d in deliveries]
+
+
+async def _issue(streams: Streams, *names: str) -> None:
+    cursor = (await streams.counters()).cursor
+    assert await streams.issue(cursor, _tasks(*names), next_cursor=cursor + len(names))
+
+
+async def _work(streams: Streams, *names: str, worker: str = "w0") -> None:
+    """Issue, read and publish `names`."""
+    await _issue(streams, *names)
+    taken = await streams.read(Stream.TASKS, worker, count=100, block_s=0)
+    assert await streams.publish(_publications(taken)) == [True] * len(names)
+
+
+def _ids(deliveries: Sequence[Delivery]) -> list[str | None]:
+    return [delivery.task_id for delivery in deliveries]
+
+
+# -- issue -----------------------------------------------------------------------------------------------------------
+async def test_issue_moves_the_cursor_and_counts(streams: Streams) -> None:
+    assert await streams.issue(0, _tasks("a", "b"), next_cursor=5)
+    counters = await streams.counters()
+    assert (counters.cursor, counters.issued, counters.outstanding, counters.state) == (5, 2, 2, RunState.RUNNING)
+    assert await streams.outstanding() == {"a", "b"}
+
+
+async def test_issue_again_from_the_same_cursor_does_nothing(streams: Streams) -> None:
+    assert await streams.issue(0, _tasks("a"), next_cursor=1)
+    assert not await streams.issue(0, _tasks("a"), next_cursor=1)
+    assert not await streams.issue(7, _tasks("b"), next_cursor=8)
+    counters = await streams.counters()
+    assert (counters.cursor, counters.issued, counters.outstanding) == (1, 1, 1)
+    assert (await streams.depths())[Stream.TASKS].length == 1
+
+
+async def test_concurrent_issues_from_one_cursor_succeed_once(streams: Streams) -> None:
+    results = await asyncio.gather(*(streams.issue(0, _tasks(f"t{i}"), next_cursor=1) for i in range(5)))
+    assert sorted(results) == [False] * 4 + [True]
+    assert (await streams.counters()).issued == 1
+
+
+async def test_rows_without_tasks_still_move_the_cursor(streams: Streams) -> None:
+    assert await streams.issue(0, [], next_cursor=3)
+    counters = await streams.counters()
+    assert (counters.cursor, counters.issued) == (3, 0)
+
+
+async def test_exhausted_only_from_the_current_cursor(streams: Streams) -> None:
+    await _issue(streams, "a")
+    assert not await streams.mark_exhausted(0)
+    assert (await streams.counters()).state is RunState.RUNNING
+    assert await streams.mark_exhausted(1)
+    assert await streams.mark_exhausted(1)
+    assert (await streams.counters()).state is RunState.EXHAUSTED
+
+
+async def test_open_again_keeps_everything(streams: Streams) -> None:
+    await _issue(streams, "a")
+    await streams.open()
+    assert _ids(await streams.read(Stream.TASKS, "w0", count=1, block_s=0)) == ["a"]
+
+
+# -- read ------------------------------------------------------------------------------------------------------------
+async def test_each_entry_goes_to_one_reader_in_order(streams: Streams) -> None:
+    await _issue(streams, "a", "b", "c")
+    first = await streams.read(Stream.TASKS, "w0", count=2, block_s=0)
+    second = await streams.read(Stream.TASKS, "w1", count=2, block_s=0)
+    assert (_ids(first), _ids(second)) == (["a", "b"], ["c"])
+    assert [(d.payload, d.delivery_count, d.stream) for d in first[:1]] == [(b"task a", 1, Stream.TASKS)]
+    assert list(await streams.read(Stream.TASKS, "w0", count=2, block_s=0)) == []
+
+
+async def test_blocking_read_of_an_empty_stream_ends_empty_and_on_time(streams: Streams) -> None:
+    start = time.monotonic()
+    assert list(await streams.read(Stream.TASKS, "w0", count=1, block_s=0.3)) == []
+    assert 0.25 <= time.monotonic() - start < 3.0
+
+
+async def test_blocking_read_wakes_for_a_new_entry(streams: Streams) -> None:
+    reading = asyncio.create_task(streams.read(Stream.TASKS, "w0", count=1, block_s=20))
+    await asyncio.sleep(0)
+    await _issue(streams, "a")
+    assert _ids(await asyncio.wait_for(reading, 10)) == ["a"]
+
+
+async def test_every_waiting_reader_can_wake(streams: Streams) -> None:
+    reading = [asyncio.create_task(streams.read(Stream.TASKS, f"w{i}", count=1, block_s=20)) for i in range(3)]
+    await asyncio.sleep(0)
+    await _issue(streams, "a", "b", "c")
+    taken = [_ids(deliveries)[0] for deliveries in await asyncio.wait_for(asyncio.gather(*reading), 10)]
+    assert sorted(str(name) for name in taken) == ["a", "b", "c"]
+
+
+async def test_own_pending_names_what_is_held_without_delivering_it_again(streams: Streams) -> None:
+    await _issue(streams, "a", "b", "c")
+    await streams.read(Stream.TASKS, "w0", count=2, block_s=0)
+    for _ in range(3):
+        held = await streams.own_pending(Stream.TASKS, "w0")
+        assert [(d.task_id, d.payload, d.delivery_count) for d in held] == [("a", b"task a", 1), ("b", b"task b", 1)]
+    assert list(await streams.own_pending(Stream.TASKS, "w1")) == []
+
+
+# -- publish ---------------------------------------------------------------------------------------------------------
+async def test_publish_moves_a_task_to_its_group(streams: Streams) -> None:
+    await _issue(streams, "a")
+    taken = await streams.read(Stream.TASKS, "w0", count=1, block_s=0)
+    assert await streams.publish(_publications(taken)) == [True]
+    depths = await streams.depths()
+    assert (depths[Stream.TASKS].length, depths[Stream.TASKS].pending, depths[Stream.GROUPS].length) == (0, 0, 1)
+    [group] = await streams.read_groups(await streams.raise_epoch(0), count=5, block_s=0)
+    assert (group.payload, group.task_id, group.stream) == (b"group of task a", "a", Stream.GROUPS)
+
+
+async def test_publishing_twice_moves_once(streams: Streams) -> None:
+    await _issue(streams, "a", "b")
+    taken = await streams.read(Stream.TASKS, "w0", count=2, block_s=0)
+    a, b = _publications(taken)
+    assert await streams.publish([a]) == [True]
+    assert await streams.publish([a, b, a, b]) == [False, True, False, False]
+    assert (await streams.depths())[Stream.GROUPS].length == 2
+
+
+async def test_concurrent_publications_of_one_task_move_once(streams: Streams) -> None:
+    await _issue(streams, "a")
+    publications = _publications(await streams.read(Stream.TASKS, "w0", count=1, block_s=0))
+    results = await asyncio.gather(*(streams.publish(publications) for _ in range(6)))
+    assert sorted(results) == [[False]] * 5 + [[True]]
+    assert (await streams.depths())[Stream.GROUPS].length == 1
+
+
+async def test_publish_after_another_worker_claimed_and_published(queue: Queue) -> None:
+    streams = queue.streams
+    await _issue(streams, "a")
+    slow = await streams.read(Stream.TASKS, "slow", count=1, block_s=0)
+    claimed = await streams.claim(Stream.TASKS, "fast", count=1)
+    assert await streams.publish(_publications(claimed)) == [True]
+    assert await streams.publish(_publications(slow)) == [False]
+    assert (await streams.depths())[Stream.GROUPS].length == 1
+
+
+async def test_the_first_publisher_wins_even_if_the_entry_was_claimed(streams: Streams) -> None:
+    await _issue(streams, "a")
+    slow = await streams.read(Stream.TASKS, "slow", count=1, block_s=0)
+    claimed = await streams.claim(Stream.TASKS, "fast", count=1)
+    assert await streams.publish(_publications(slow)) == [True]
+    assert await streams.publish(_publications(claimed)) == [False]
+
+
+async def test_unscored_groups_move_on_when_they_are_scored(streams: Streams) -> None:
+    await _issue(streams, "a")
+    taken = await streams.read(Stream.TASKS, "w0", count=1, block_s=0)
+    assert await streams.publish(_publications(taken, Stream.UNSCORED)) == [True]
+    unscored = await streams.read(Stream.UNSCORED, "reward-0", count=1, block_s=0)
+    assert await streams.publish(_publications(unscored)) == [True]
+    assert await streams.publish(_publications(unscored)) == [False]
+    depths = await streams.depths()
+    assert (depths[Stream.UNSCORED].length, depths[Stream.GROUPS].length) == (0, 1)
+    [group] = await streams.read_groups(await streams.raise_epoch(0), count=1, block_s=0)
+    assert (group.task_id, group.payload) == ("a", b"group of group of task a")
+
+
+async def test_one_call_may_publish_to_several_streams(streams: Streams) -> None:
+    await _issue(streams, "a", "b", "c")
+    a, b, c = await streams.read(Stream.TASKS, "w0", count=3, block_s=0)
+    mixed = [*_publications([a]), *_publications([b], Stream.UNSCORED), *_publications([c])]
+    assert await streams.publish(mixed) == [True, True, True]
+    depths = await streams.depths()
+    assert (depths[Stream.UNSCORED].length, depths[Stream.GROUPS].length) == (1, 2)
+
+
+async def test_a_task_whose_group_is_in_the_log_is_not_published_again(queue: Queue) -> None:
+    streams = queue.streams
+    await _issue(streams, "a")
+    taken = await streams.read(Stream.TASKS, "w0", count=1, block_s=0)
+    await streams.finish(await streams.raise_epoch(0), [Finished("1-1", "a")])
+    assert await streams.publish(_publications(taken)) == [False]
+    depths = await streams.depths()
+    assert (depths[Stream.TASKS].length, depths[Stream.GROUPS].length) == (0, 0)
+
+
+async def test_a_message_above_the_cap_is_refused_where_it_is_made(streams: Streams) -> None:
+    with pytest.raises(MessageTooLarge, match=r"task big has 1048577 bytes.*max_message_bytes=1048576"):
+        await streams.issue(0, [IssuedTask("big", bytes(MAX_BYTES + 1))], next_cursor=1)
+    assert await streams.issue(0, [IssuedTask("cap", bytes(MAX_BYTES))], next_cursor=1)
+    [taken] = await streams.read(Stream.TASKS, "w0", count=1, block_s=0)
+    too_large = Publication(Stream.TASKS, taken.entry_id, Stream.GROUPS, bytes(MAX_BYTES + 1))
+    with pytest.raises(MessageTooLarge, match="1048577"):
+        await streams.publish([Publication(Stream.TASKS, taken.entry_id, Stream.GROUPS, b"small"), too_large])
+    with pytest.raises(MessageTooLarge, match="1048577"):
+        await streams.reissue([IssuedTask("cap", bytes(MAX_BYTES + 1))])
+    # Nothing of the refused call was done, and the stream is still usable.
+    assert await streams.publish([Publication(Stream.TASKS, taken.entry_id, Stream.GROUPS, bytes(MAX_BYTES))]) == [True]
+    [group] = await streams.read_groups(await streams.raise_epoch(0), count=1, block_s=0)
+    assert len(group.payload) == MAX_BYTES
+
+
+# -- leases ----------------------------------------------------------------------------------------------------------
+async def test_work_moves_only_when_the_lease_is_gone(queue: Queue) -> None:
+    streams = queue.streams
+    await streams.heartbeat("w0", "rollout", ttl_s=60)
+    await _issue(streams, "a")
+    await streams.read(Stream.TASKS, "w0", count=1, block_s=0)
+    assert list(await streams.claim(Stream.TASKS, "w1", count=1)) == []
+    await streams.heartbeat("w0", "rollout", ttl_s=60)
+    assert list(await streams.claim(Stream.TASKS, "w1", count=1)) == []
+    await queue.lose_lease("w0")
+    [claimed] = await streams.claim(Stream.TASKS, "w1", count=1)
+    assert (claimed.task_id, claimed.payload, claimed.delivery_count) == ("a", b"task a", 2)
+    assert list(await streams.own_pending(Stream.TASKS, "w0")) == []
+    assert _ids(await streams.own_pending(Stream.TASKS, "w1")) == ["a"]
+
+
+async def test_nobody_claims_from_itself(streams: Streams) -> None:
+    await _issue(streams, "a")
+    await streams.read(Stream.TASKS, "w0", count=1, block_s=0)
+    assert list(await streams.claim(Stream.TASKS, "w0", count=1)) == []
+
+
+async def test_concurrent_claims_share_without_overlap(queue: Queue) -> None:
+    streams = queue.streams
+    names = [f"t{i}" for i in range(20)]
+    await _issue(streams, *names)
+    await streams.read(Stream.TASKS, "gone", count=20, block_s=0)
+    for worker in ("w0", "w1", "w2", "w3"):
+        await streams.heartbeat(worker, "rollout", ttl_s=60)
+    shares = await asyncio.gather(*(streams.claim(Stream.TASKS, f"w{i}", count=6) for i in range(4)))
+    claimed = [name for share in shares for name in _ids(share)]
+    assert sorted(str(name) for name in claimed) == sorted(names)
+
+
+async def test_a_leaver_gives_its_work_up_at_once_and_all_of_it_is_done(streams: Streams) -> None:
+    await streams.heartbeat("leaver", "rollout", ttl_s=60)
+    await streams.heartbeat("stayer", "rollout", ttl_s=60)
+    await _issue(streams, "a", "b", "c", "d", "e")
+    held = await streams.read(Stream.TASKS, "leaver", count=5, block_s=0)
+    await streams.publish(_publications(held[:2]))
+    await streams.leave("leaver")
+    claimed = await streams.claim(Stream.TASKS, "stayer", count=5)
+    assert _ids(claimed) == ["c", "d", "e"]
+    assert await streams.publish(_publications(claimed)) == [True] * 3
+    groups = await streams.read_groups(await streams.raise_epoch(0), count=9, block_s=0)
+    assert sorted(str(name) for name in _ids(groups)) == ["a", "b", "c", "d", "e"]
+
+
+async def test_leaving_twice_or_without_a_lease_is_fine(streams: Streams) -> None:
+    await streams.leave("nobody")
+    await streams.heartbeat("w0", "rollout", ttl_s=60)
+    await streams.leave("w0")
+    await streams.leave("w0")
+    assert list(await streams.workers()) == []
+
+
+async def test_workers_lists_live_leases_with_their_latest_info(queue: Queue) -> None:
+    streams = queue.streams
+    await streams.heartbeat("w0", "rollout", ttl_s=60, info={"version": "3"})
+    await streams.heartbeat("w1", "reward", ttl_s=30)
+    await streams.heartbeat("w0", "rollout", ttl_s=50, info={"version": "4"})
+    workers = {worker.worker_id: worker for worker in await streams.workers()}
+    assert set(workers) == {"w0", "w1"}
+    assert (workers["w0"].role, dict(workers["w0"].info)) == ("rollout", {"version": "4"})
+    assert 45 < workers["w0"].expires_in_s <= 50
+    assert (workers["w1"].role, dict(workers["w1"].info)) == ("reward", {})
+    await queue.lose_lease("w0")
+    assert [worker.worker_id for worker in await streams.workers()] == ["w1"]
+
+
+async def test_a_lapsed_worker_that_comes_back_is_a_worker_again(queue: Queue) -> None:
+    await queue.streams.heartbeat("w0", "rollout", ttl_s=60)
+    await queue.lose_lease("w0")
+    await queue.streams.heartbeat("w0", "rollout", ttl_s=60)
+    assert [worker.worker_id for worker in await queue.streams.workers()] == ["w0"]
+
+
+# -- poison ----------------------------------------------------------------------------------------------------------
+async def test_delivery_counts_are_true_and_suspects_come_alone(streams: Streams) -> None:
+    await _issue(streams, "poison", "a", "b", "c")
+    await streams.read(Stream.TASKS, "w1", count=4, block_s=0)  # w1 dies: all were delivered once
+    second = await streams.claim(Stream.TASKS, "w2", count=4)
+    assert [(d.task_id, d.delivery_count) for d in second] == [("poison", 2), ("a", 2), ("b", 2), ("c", 2)]
+    third = await streams.claim(Stream.TASKS, "w3", count=4)  # w2 died too: from now on, one at a time
+    assert [(d.task_id, d.delivery_count) for d in third] == [("poison", 3)]
+    assert list(await streams.claim(Stream.TASKS, "w3", count=4)) == []  # it holds a suspect already
+    fourth = await streams.claim(Stream.TASKS, "w4", count=4)  # nobody has a lease: the first in line is w2's or w3's
+    assert len(fourth) == 1
+
+
+async def test_poison_is_buried_and_its_neighbours_are_done(queue: Queue) -> None:
+    """One entry kills every worker that touches it; ten good ones stand behind it; the limit is five deliveries."""
+    streams = queue.streams
+    limit, good = 5, [f"good{i}" for i in range(10)]
+    await _issue(streams, "poison", *good)
+    published: list[str] = []
+    for life in range(40):
+        worker = f"w{life}"
+        await streams.heartbeat(worker, "rollout", ttl_s=60)
+        while True:
+            taken = [*await streams.read(Stream.TASKS, worker, count=4, block_s=0)]
+            taken = taken or [*await streams.claim(Stream.TASKS, worker, count=4)]
+            died = False
+            for delivery in taken:
+                if delivery.delivery_count > limit:
+                    assert delivery.task_id == "poison"
+                    assert await streams.bury(delivery, task_id=delivery.task_id, reason="delivered too often")
+                elif delivery.task_id == "poison":
+                    died = True
+                    break
+                elif await streams.publish(_publications([delivery])) == [True]:
+                    published.append(str(delivery.task_id))
+            if died or not taken:
+                break
+        await queue.lose_lease(worker)
+        if not died:
+            break
+    assert sorted(published) == sorted(good)
+    [(dead, reason)] = await streams.dead_entries(count=10)
+    assert (dead.task_id, dead.delivery_count, dead.payload, reason) == ("poison", 6, b"task poison", "delivered too often")
+
+
+async def test_a_dead_task_stays_outstanding_until_its_end_is_in_the_log(streams: Streams) -> None:
+    await _issue(streams, "a", "b")
+    a, b = await streams.read(Stream.TASKS, "w0", count=2, block_s=0)
+    assert await streams.bury(a, task_id="a", reason="kills its worker")
+    assert not await streams.bury(a, task_id="a", reason="again")
+    assert await streams.publish(_publications([a])) == [False]
+    epoch = await streams.raise_epoch(0)
+    assert dict(await streams.newly_dead(epoch)) == {"a": "kills its worker"}
+    assert await streams.outstanding() == {"a", "b"}
+    assert await streams.reissue(_tasks("a")) == 0  # dead is somewhere: a person looks
+    await streams.finish_dead(epoch, ["a"])
+    await streams.finish_dead(epoch, ["a"])
+    assert dict(await streams.newly_dead(epoch)) == {}
+    assert await streams.outstanding() == {"b"}
+    assert len(await streams.dead_entries(count=10)) == 1  # the payload is kept
+    assert await streams.publish(_publications([b])) == [True]
+
+
+async def test_what_nobody_holds_cannot_be_buried(streams: Streams) -> None:
+    await _issue(streams, "a")
+    [a] = await streams.read(Stream.TASKS, "w0", count=1, block_s=0)
+    await streams.publish(_publications([a]))
+    assert not await streams.bury(a, task_id="a", reason="late")
+    assert list(await streams.dead_entries(count=1)) == []
+
+
+@pytest.mark.parametrize("stream", [Stream.TASKS, Stream.UNSCORED, Stream.GROUPS])
+async def test_a_foreign_pickle_is_delivered_refused_and_buried(queue: Queue, stream: Stream, tmp_path: Path) -> None:
+    class Explodes:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (Path.touch, (tmp_path / "executed",))
+
+    streams = queue.streams
+    await queue.add_foreign(stream, pickle.dumps({"task": Explodes()}))
+    if stream is Stream.GROUPS:
+        [foreign] = await streams.read_groups(await streams.raise_epoch(0), count=1, block_s=0)
+    else:
+        [foreign] = await streams.read(stream, "w0", count=1, block_s=0)
+    assert foreign.task_id is None
+    with pytest.raises(CodecError, match="pickle"):
+        decode(foreign.payload)
+    assert not (tmp_path / "executed").exists()
+    assert await streams.bury(foreign, task_id=None, reason="unreadable")
+    assert (await streams.depths())[stream].length == 0
+    assert [reason for _, reason in await streams.dead_entries(count=1)] == ["unreadable"]
+
+
+async def test_an_unreadable_group_ends_its_task_although_the_payload_does_not_name_it(streams: Streams) -> None:
+    await _issue(streams, "a")
+    [taken] = await streams.read(Stream.TASKS, "w0", count=1, block_s=0)
+    await streams.publish([Publication(Stream.TASKS, taken.entry_id, Stream.GROUPS, b"\xc1 cut short")])
+    epoch = await streams.raise_epoch(0)
+    [group] = await streams.read_groups(epoch, count=1, block_s=0)
+    assert await streams.bury(group, task_id=None, reason="unreadable")
+    assert dict(await streams.newly_dead(epoch)) == {"a": "unreadable"}
+
+
+# -- trainer ---------------------------------------------------------------------------------------------------------
+async def test_epochs_grow_and_never_fall_below_what_the_log_knows(streams: Streams) -> None:
+    assert await streams.raise_epoch(0) == 1
+    assert await streams.raise_epoch(0) == 2
+    assert await streams.raise_epoch(9) == 9
+    assert await streams.raise_epoch(4) == 10
+    assert (await streams.counters()).epoch == 10
+
+
+async def test_finish_removes_the_group_and_its_task(streams: Streams) -> None:
+    await _work(streams, "a", "b")
+    epoch = await streams.raise_epoch(0)
+    groups = await streams.read_groups(epoch, count=10, block_s=0)
+    await streams.finish(epoch, _finished(groups[:1]))
+    await streams.finish(epoch, _finished(groups[:1]))
+    assert await streams.outstanding() == {"b"}
+    depths = await streams.depths()
+    assert (depths[Stream.GROUPS].length, depths[Stream.GROUPS].pending) == (1, 1)
+    await streams.finish(epoch, [])
+
+
+async def test_an_older_trainer_is_fenced_in_everything_it_writes(streams: Streams) -> None:
+    await _work(streams, "a")
+    old = await streams.raise_epoch(0)
+    groups = await streams.read_groups(old, count=10, block_s=0)
+    new = await streams.raise_epoch(0)
+    for refused in (
+        streams.read_groups(old, count=1, block_s=0),
+        streams.take_over(old, count=1),
+        streams.finish(old, _finished(groups)),
+        streams.newly_dead(old),
+        streams.finish_dead(old, ["a"]),
+        streams.report(old, discarded=3),
+        streams.end_run(old),
+        streams.clear(old),
+        streams.reopen(old),
+    ):
+        with pytest.raises(EpochFenced, match=f"epoch {new}"):
+            await refused
+    assert await streams.outstanding() == {"a"}
+    assert (await streams.counters()).discarded == 0
+    assert _ids(await streams.take_over(new, count=10)) == ["a"]
+
+
+async def test_an_older_trainer_that_reads_late_takes_nothing_away(streams: Streams) -> None:
+    """A paused trainer may wake in a blocking read: it is fenced, and the new one takes over what it got."""
+    old = await streams.raise_epoch(0)
+    reading = asyncio.create_task(streams.read_groups(old, count=5, block_s=20))
+    await asyncio.sleep(0.05)
+    new = await streams.raise_epoch(0)
+    await _work(streams, "a", "b")
+    with pytest.raises(EpochFenced):
+        await asyncio.wait_for(reading, 10)
+    taken = [*await streams.take_over(new, count=5), *await streams.read_groups(new, count=5, block_s=0)]
+    assert sorted(str(name) for name in _ids(taken)) == ["a", "b"]
+    await streams.finish(new, _finished(taken))
+    assert await streams.outstanding() == frozenset()
+
+
+async def test_take_over_claims_in_parts_and_from_every_older_epoch(streams: Streams) -> None:
+    await _work(streams, "a", "b", "c")
+    for name in ("a", "b", "c"):
+        epoch = await streams.raise_epoch(0)
+        assert _ids(await streams.read_groups(epoch, count=1, block_s=0)) == [name]
+    newest = await streams.raise_epoch(0)
+    first = await streams.take_over(newest, count=2)
+    second = await streams.take_over(newest, count=2)
+    assert sorted(str(name) for name in _ids([*first, *second])) == ["a", "b", "c"]
+    assert (len(first), len(second)) == (2, 1)
+    assert list(await streams.take_over(newest, count=2)) == []
+    assert len(await streams.own_pending(Stream.GROUPS, trainer_consumer(newest))) == 3
+
+
+async def test_the_trainer_has_no_delivery_limit(streams: Streams) -> None:
+    """Ten restarts in a row each get the whole batch again, with the true count."""
+    await _work(streams, "a", "b")
+    await streams.read_groups(await streams.raise_epoch(0), count=5, block_s=0)
+    for restart in range(10):
+        taken = await streams.take_over(await streams.raise_epoch(0), count=5)
+        assert [(d.task_id, d.delivery_count) for d in taken] == [("a", restart + 2), ("b", restart + 2)]
+
+
+async def test_a_trainer_whose_epoch_the_server_lost_goes_on(streams: Streams) -> None:
+    await _work(streams, "a")
+    groups = await streams.read_groups(5, count=1, block_s=0)  # the server knows epoch 0: the raise to 5 was lost
+    await streams.finish(5, _finished(groups))
+    assert (await streams.counters()).epoch == 5
+    with pytest.raises(EpochFenced):
+        await streams.report(4, discarded=0)
+
+
+async def test_report_sets_the_absolute_count(streams: Streams) -> None:
+    epoch = await streams.raise_epoch(0)
+    await streams.report(epoch, discarded=4)
+    await streams.report(epoch, discarded=6)
+    await streams.report(epoch, discarded=6)
+    assert (await streams.counters()).discarded == 6
+
+
+# -- after lost writes -----------------------------------------------------------------------------------------------
+async def test_reissue_adds_only_what_is_outstanding_and_nowhere(queue: Queue) -> None:
+    streams = queue.streams
+    await _work(streams, "in-groups")
+    await _issue(streams, "lost", "in-tasks", "held")
+    lost, *_ = await streams.read(Stream.TASKS, "w0", count=1, block_s=0)
+    await queue.lose_entry(Stream.TASKS, lost.entry_id)
+    everything = _tasks("lost", "in-tasks", "held", "in-groups", "never-issued")
+    assert await streams.reissue(everything) == 1
+    assert await streams.reissue(everything) == 0
+    assert _ids(await streams.read(Stream.TASKS, "w1", count=9, block_s=0)) == ["in-tasks", "held", "lost"]
+    assert (await streams.counters()).issued == 4  # it counts once
+
+
+async def test_a_held_entry_that_vanished_does_not_disturb_its_holder_or_a_claimer(queue: Queue) -> None:
+    """Somebody trimmed the stream: one entry is left of three."""
+    streams = queue.streams
+    await _issue(streams, "a", "b", "c")
+    held = await streams.read(Stream.TASKS, "w0", count=3, block_s=0)
+    for delivery in held[:2]:
+        await queue.lose_entry(Stream.TASKS, delivery.entry_id)
+    assert _ids(await streams.own_pending(Stream.TASKS, "w0")) == ["c"]
+    assert _ids(await streams.claim(Stream.TASKS, "w1", count=3)) == ["c"]
+    depth = (await streams.depths())[Stream.TASKS]
+    assert (depth.length, depth.pending) == (1, 1)
+    assert await streams.reissue(_tasks("a", "b", "c")) == 2
+
+
+# -- end -------------------------------------------------------------------------------------------------------------
+async def test_end_clear_reopen(streams: Streams) -> None:
+    await _work(streams, "published")
+    await _issue(streams, "held", "waiting")
+    held = await streams.read(Stream.TASKS, "w0", count=1, block_s=0)
+    epoch = await streams.raise_epoch(0)
+    with pytest.raises(QueueRefused, match="end_run"):
+        await streams.clear(epoch)
+    assert await streams.end_run(epoch) == {"published", "held", "waiting"}
+    assert await streams.end_run(epoch) == {"published", "held", "waiting"}
+    assert (await streams.counters()).state is RunState.ENDED
+    # Nothing moves any more.
+    assert not await streams.issue(3, _tasks("late"), next_cursor=4)
+    assert await streams.publish(_publications(held)) == [False]
+    assert await streams.reissue(_tasks("held")) == 0
+    assert not await streams.mark_exhausted(3)
+    await streams.clear(epoch)
+    await streams.clear(epoch)
+    assert await streams.outstanding() == frozenset()
+    assert {stream: (depth.length, depth.pending) for stream, depth in (await streams.depths()).items()} == dict.fromkeys(
+        Stream, (0, 0)
+    )
+    await streams.reopen(epoch)
+    counters = await streams.counters()
+    assert (counters.state, counters.cursor, counters.issued) == (RunState.RUNNING, 3, 3)
+    await _issue(streams, "next")
+    assert _ids(await streams.read(Stream.TASKS, "w0", count=5, block_s=0)) == ["next"]
+
+
+async def test_clearing_does_not_disturb_a_waiting_reader(streams: Streams) -> None:
+    reading = asyncio.create_task(streams.read(Stream.TASKS, "w0", count=1, block_s=20))
+    await asyncio.sleep(0.05)
+    epoch = await streams.raise_epoch(0)
+    await streams.end_run(epoch)
+    await streams.clear(epoch)
+    await streams.reopen(epoch)
+    await _issue(streams, "a")
+    assert _ids(await asyncio.wait_for(reading, 10)) == ["a"]
+
+
+async def test_reopening_a_running_run_changes_nothing(streams: Streams) -> None:
+    await _issue(streams, "a")
+    await streams.mark_exhausted(1)
+    await streams.reopen(await streams.raise_epoch(0))
+    assert (await streams.counters()).state is RunState.EXHAUSTED
+
+
+# -- monitors --------------------------------------------------------------------------------------------------------
+async def test_depths_say_what_waits_and_what_is_held(streams: Streams) -> None:
+    await _issue(streams, "a", "b", "c")
+    await streams.read(Stream.TASKS, "w0", count=2, block_s=0)
+    depth = (await streams.depths())[Stream.TASKS]
+    assert (depth.length, depth.pending) == (3, 2)
+    assert depth.oldest_age_s is not None
+    assert 0 <= depth.oldest_age_s < 30
+    assert (await streams.depths())[Stream.GROUPS].oldest_age_s is None
+
+
+async def test_large_batches_go_through_whole(streams: Streams) -> None:
+    names = [f"t{i}" for i in range(700)]
+    await _work(streams, *names[:100])
+    await _issue(streams, *names[100:])
+    taken = await streams.read(Stream.TASKS, "w0", count=1000, block_s=0)
+    assert len(await streams.own_pending(Stream.TASKS, "w0")) == 600
+    assert await streams.publish(_publications(taken)) == [True] * 600
+    epoch = await streams.raise_epoch(0)
+    groups = await streams.read_groups(epoch, count=1000, block_s=0)
+    assert _ids(groups) == names
+    await streams.finish(epoch, _finished(groups))
+    assert (await streams.counters()).outstanding == 0

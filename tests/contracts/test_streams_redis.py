@@ -1,0 +1,386 @@
+"""What only a real server can show: a full one, a lost reply, a restart, a dead one, one that must be refused."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from redis.exceptions import OutOfMemoryError
+
+from async_rl.launch.embedded_redis import EmbeddedRedis
+from protocol.errors import QueueFull, QueueRefused, QueueUnavailable
+from protocol.keys import trainer_consumer
+from protocol.redis_streams import RedisStreams
+from protocol.streams import Finished, IssuedTask, Publication, RunState, Stream
+
+T = TypeVar("T")
+
+
+def _server(directory: Path) -> EmbeddedRedis:
+    binary = os.environ.get("ASYNC_RL_TEST_REDIS_SERVER")
+    return EmbeddedRedis(directory / "redis", binary=Path(binary) if binary else None)
+
+
+@pytest.fixture
+def server() -> Iterator[EmbeddedRedis]:
+    """One per test: these tests change its settings and kill it."""
+    with tempfile.TemporaryDirectory(prefix="arl-") as directory, _server(Path(directory)) as redis:
+        yield redis
+
+
+@asynccontextmanager
+async def _open(
+    url: str, *, run_id: str = "r", timeout_s: float = 5.0, retry_s: float = 5.0, lease_s: float = 0.0
+) -> AsyncIterator[RedisStreams]:
+    streams = RedisStreams(url, run_id, timeout_s=timeout_s, retry_s=retry_s, lease_s=lease_s)
+    try:
+        await streams.open()
+        yield streams
+    finally:
+        await streams.close()
+
+
+async def _until(condition: Callable[[], Awaitable[T]], *, within_s: float = 30.0) -> T:
+    """What `condition` answers once that is true; only the server can say when, so it is asked."""
+    async with asyncio.timeout(within_s):
+        while True:
+            if answer := await condition():
+                return answer
+            await asyncio.sleep(0.02)
+
+
+async def _issue(streams: RedisStreams, *names: str, payload: bytes = b"task") -> None:
+    cursor = (await streams.counters()).cursor
+    assert await streams.issue(cursor, [IssuedTask(name, payload) for name in names], next_cursor=cursor + len(names))
+
+
+async def _publish_one(streams: RedisStreams, payload: bytes, worker: str = "w0") -> None:
+    [task] = await streams.read(Stream.TASKS, worker, count=1, block_s=0)
+    assert await streams.publish([Publication(Stream.TASKS, task.entry_id, Stream.GROUPS, payload)]) == [True]
+
+
+class Proxy:
+    """Passes bytes between clients and the server; on demand it drops the next reply, after the server has acted."""
+
+    def __init__(self, path: Path, target: Path) -> None:
+        self.path, self._target = path, target
+        self.drop_replies_of: bytes | None = None
+        self.dropped = 0
+
+    async def __aenter__(self) -> Proxy:
+        self._listener = await asyncio.start_unix_server(self._serve, str(self.path))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._listener.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        up_reader, up_writer = await asyncio.open_unix_connection(str(self._target))
+        doomed = asyncio.Event()
+
+        async def pass_replies() -> None:
+            while reply := await up_reader.read(2**20):
+                if doomed.is_set():
+                    self.dropped += 1
+                    break
+                writer.write(reply)
+            writer.close()
+
+        replies = asyncio.create_task(pass_replies())
+        while request := await reader.read(2**20):
+            if self.drop_replies_of is not None and self.drop_replies_of in request:
+                self.drop_replies_of = None
+                doomed.set()
+            up_writer.write(request)
+        up_writer.close()
+        await replies
+
+
+# -- lost replies ----------------------------------------------------------------------------------------------------
+async def test_a_lost_reply_of_issue_or_publish_changes_nothing_twice(server: EmbeddedRedis) -> None:
+    async with Proxy(server.directory / "proxy.sock", server.socket_path) as proxy, _open(f"unix://{proxy.path}") as streams:
+        proxy.drop_replies_of = b"task-one"
+        assert not await streams.issue(0, [IssuedTask("task-one", b"p")], next_cursor=1)  # the retry found it done
+        counters = await streams.counters()
+        assert (counters.cursor, counters.issued, proxy.dropped) == (1, 1, 1)
+
+        [task] = await streams.read(Stream.TASKS, "w0", count=1, block_s=0)
+        proxy.drop_replies_of = b"group-one"
+        assert await streams.publish([Publication(Stream.TASKS, task.entry_id, Stream.GROUPS, b"group-one")]) == [False]
+        assert ((await streams.depths())[Stream.GROUPS].length, proxy.dropped) == (1, 2)
+
+        epoch = await streams.raise_epoch(0)
+        [group] = await streams.read_groups(epoch, count=5, block_s=0)
+        proxy.drop_replies_of = b"task-one"
+        await streams.finish(epoch, [Finished(group.entry_id, "task-one")])
+        assert (await streams.outstanding(), proxy.dropped) == (frozenset(), 3)
+
+
+async def test_a_read_whose_reply_was_lost_is_found_among_the_own_pending(server: EmbeddedRedis) -> None:
+    async with Proxy(server.directory / "proxy.sock", server.socket_path) as proxy, _open(f"unix://{proxy.path}") as streams:
+        await _issue(streams, "a")
+        proxy.drop_replies_of = b"XREADGROUP"
+        assert list(await streams.read(Stream.TASKS, "w0", count=1, block_s=0)) == []
+        assert [d.task_id for d in await streams.own_pending(Stream.TASKS, "w0")] == ["a"]
+
+
+# -- waiting ---------------------------------------------------------------------------------------------------------
+async def test_a_block_longer_than_the_time_out_is_no_time_out(server: EmbeddedRedis) -> None:
+    async with _open(server.url, timeout_s=0.2) as streams:
+        epoch = await streams.raise_epoch(0)
+        start = time.monotonic()
+        empty = await asyncio.gather(
+            streams.read(Stream.TASKS, "w0", count=1, block_s=1.0), streams.read_groups(epoch, count=1, block_s=1.0)
+        )
+        assert [list(deliveries) for deliveries in empty] == [[], []]
+        assert 0.95 <= time.monotonic() - start < 5.0
+
+
+async def test_a_frozen_server_is_waited_for_with_a_bound(server: EmbeddedRedis) -> None:
+    async with _open(server.url, timeout_s=0.1, retry_s=0.2) as streams:
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            start = time.monotonic()
+            with pytest.raises(QueueUnavailable, match=r"did not answer XREADGROUP within 0.1 s"):
+                await streams.read(Stream.TASKS, "w0", count=1, block_s=0.1)
+            assert time.monotonic() - start < 3.0
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        await _issue(streams, "a")  # and it goes on afterwards
+
+
+async def test_a_dead_server_is_waited_for_with_a_bound_and_without_sleeping_for_real(server: EmbeddedRedis) -> None:
+    now, waits = [0.0], list[float]()
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        now[0] += seconds
+
+    streams = RedisStreams(server.url, "r", retry_s=30.0, now=lambda: now[0], sleep=sleep)
+    await streams.open()
+    server.kill()
+    with pytest.raises(QueueUnavailable, match="cannot be reached for publish"):
+        await streams.publish([Publication(Stream.TASKS, "1-1", Stream.GROUPS, b"g")])
+    assert 25.0 < now[0] <= 30.0
+    assert max(waits) <= 1.0
+    await streams.close()
+
+
+async def test_no_server_at_start_is_said_within_the_time_out(tmp_path: Path) -> None:
+    streams = RedisStreams(f"unix://{tmp_path}/none.sock", "r", timeout_s=0.2, retry_s=60.0)
+    start = time.monotonic()
+    with pytest.raises(QueueUnavailable, match=r"none\.sock cannot be reached"):
+        await streams.open()
+    assert time.monotonic() - start < 3.0
+    await streams.close()
+
+
+# -- a full server ---------------------------------------------------------------------------------------------------
+async def test_a_full_server_refuses_what_adds_and_takes_what_drains(server: EmbeddedRedis) -> None:
+    async with _open(server.url, retry_s=0.1) as streams:
+        await _issue(streams, "in-groups", "buried", "held", "waiting")
+        await _publish_one(streams, b"group")
+        await streams.heartbeat("w0", "rollout", ttl_s=60)
+        buried, held = await streams.read(Stream.TASKS, "w0", count=2, block_s=0)
+        epoch = await streams.raise_epoch(0)
+        await streams.client.config_set("maxmemory", 1)
+        with pytest.raises(OutOfMemoryError):  # it is full
+            await streams.client.set("x", "y")
+
+        with pytest.raises(QueueFull, match="maxmemory"):
+            await streams.issue(4, [IssuedTask("new", b"p")], next_cursor=5)
+        with pytest.raises(QueueFull, match="maxmemory"):
+            await streams.publish([Publication(Stream.TASKS, held.entry_id, Stream.GROUPS, b"g")])
+        counters = await streams.counters()
+        assert (counters.cursor, counters.issued, counters.outstanding) == (4, 4, 4)  # refused whole
+        assert [d.task_id for d in await streams.own_pending(Stream.TASKS, "w0")] == ["buried", "held"]
+
+        await streams.open()
+        await streams.heartbeat("w0", "rollout", ttl_s=60)  # renews
+        await streams.heartbeat("w1", "rollout", ttl_s=60, info={"new": "worker"})  # and creates
+        assert len(await streams.workers()) == 2
+        epoch = await streams.raise_epoch(epoch)
+        [group] = await streams.read_groups(epoch, count=5, block_s=0)
+        await streams.finish(epoch, [Finished(group.entry_id, "in-groups")])
+        assert await streams.bury(buried, task_id="buried", reason="r")
+        assert dict(await streams.newly_dead(epoch)) == {"buried": "r"}
+        await streams.finish_dead(epoch, ["buried"])
+        await streams.leave("w0")
+        assert [d.task_id for d in await streams.claim(Stream.TASKS, "w1", count=1)] == ["held"]
+        await streams.report(epoch, discarded=2)
+        assert list(await streams.take_over(epoch, count=1)) == []
+        assert await streams.end_run(epoch) == {"held", "waiting"}
+        await streams.clear(epoch)
+        await streams.reopen(epoch)
+        counters = await streams.counters()
+        assert (counters.state, counters.epoch, counters.discarded) == (RunState.RUNNING, epoch, 2)
+
+
+async def test_raising_the_epoch_twice_in_a_row_on_a_full_server(server: EmbeddedRedis) -> None:
+    async with _open(server.url) as streams:
+        await streams.client.config_set("maxmemory", 1)
+        assert [await streams.raise_epoch(0), await streams.raise_epoch(7)] == [1, 7]
+
+
+async def test_a_publisher_waits_while_the_server_is_full_and_loses_nothing(server: EmbeddedRedis) -> None:
+    """Fifty groups of 200 kB through a server of 5 MB while nobody reads; then the trainer comes."""
+    async with _open(server.url, retry_s=60.0) as streams:
+        names = [f"t{i}" for i in range(50)]
+        await _issue(streams, *names)
+        tasks = await streams.read(Stream.TASKS, "w0", count=50, block_s=0)
+        base = int((await streams.client.info("memory"))["used_memory"])
+        await streams.client.config_set("maxmemory", base + 5 * 2**20)
+
+        async def publish_all() -> list[bool]:
+            done: list[bool] = []
+            for task in tasks:
+                done += await streams.publish([Publication(Stream.TASKS, task.entry_id, Stream.GROUPS, os.urandom(200_000))])
+            return done
+
+        publishing = asyncio.create_task(publish_all())
+
+        async def is_stuck() -> bool:
+            before = (await streams.depths())[Stream.GROUPS].length
+            await asyncio.sleep(0.2)
+            return 0 < before == (await streams.depths())[Stream.GROUPS].length
+
+        await _until(is_stuck)
+        stuck_at = (await streams.depths())[Stream.GROUPS].length
+        assert 10 < stuck_at < 35
+        assert not publishing.done()
+
+        epoch, seen = await streams.raise_epoch(0), list[str]()
+        async with asyncio.timeout(60):
+            while len(seen) < 50:
+                groups = await streams.read_groups(epoch, count=10, block_s=0.2)
+                await streams.finish(epoch, [Finished(group.entry_id, str(group.task_id)) for group in groups])
+                seen += [str(group.task_id) for group in groups]
+        assert await publishing == [True] * 50
+        assert sorted(seen) == sorted(names)
+        assert int((await streams.client.info("memory"))["used_memory"]) < base + 3 * 2**20  # flat after the acks
+
+
+# -- restarts --------------------------------------------------------------------------------------------------------
+async def test_a_killed_server_comes_back_with_everything_acknowledged(server: EmbeddedRedis) -> None:
+    async with _open(server.url, retry_s=20.0) as streams:
+        await _issue(streams, "published", "held", "waiting")
+        await _publish_one(streams, b"group")
+        await streams.read(Stream.TASKS, "w0", count=1, block_s=0)
+        epoch = await streams.raise_epoch(6)
+        await streams.read_groups(epoch, count=1, block_s=0)
+        before = await streams.server_id()
+
+        server.kill()
+        reading = asyncio.create_task(streams.read(Stream.TASKS, "w1", count=5, block_s=0.2))  # retries until it is back
+        await asyncio.to_thread(server.start)
+
+        assert [d.task_id for d in await reading] == ["waiting"]
+        assert await streams.server_id() != before
+        assert (await streams.counters()).epoch == 6
+        assert await streams.outstanding() == {"published", "held", "waiting"}
+        assert [(d.task_id, d.delivery_count) for d in await streams.own_pending(Stream.TASKS, "w0")] == [("held", 1)]
+        assert [d.task_id for d in await streams.own_pending(Stream.GROUPS, trainer_consumer(epoch))] == ["published"]
+
+
+async def test_after_a_restart_live_workers_have_time_to_renew_before_anything_is_claimed(server: EmbeddedRedis) -> None:
+    async with _open(server.url, lease_s=3600.0) as careful, _open(server.url, lease_s=0.0) as careless:
+        await _issue(careful, "a")
+        await careful.read(Stream.TASKS, "w0", count=1, block_s=0)
+        assert list(await careful.claim(Stream.TASKS, "w1", count=1)) == []  # this server is younger than a lease
+        assert len(await careless.claim(Stream.TASKS, "w1", count=1)) == 1
+
+
+async def test_a_lease_runs_out_by_itself(server: EmbeddedRedis) -> None:
+    async with _open(server.url) as streams:
+        await _issue(streams, "a")
+        await streams.read(Stream.TASKS, "w0", count=1, block_s=0)
+        await streams.heartbeat("w0", "rollout", ttl_s=0.3)
+        await streams.heartbeat("w0", "rollout", ttl_s=0.3)
+        assert list(await streams.claim(Stream.TASKS, "w1", count=1)) == []
+        claimed = await _until(lambda: streams.claim(Stream.TASKS, "w1", count=1))
+        assert [d.delivery_count for d in claimed] == [2]
+        assert list(await streams.workers()) == []
+
+
+async def test_the_consumer_of_a_leaver_goes_only_after_its_work_has_moved(server: EmbeddedRedis) -> None:
+    async with _open(server.url) as streams:
+
+        async def consumers() -> set[bytes]:
+            return {row["name"] for row in await streams.client.xinfo_consumers(streams.keys.stream(Stream.TASKS), "rollout")}
+
+        await _issue(streams, "a", "b")
+        await streams.heartbeat("w0", "rollout", ttl_s=60)
+        await streams.heartbeat("w1", "rollout", ttl_s=60)
+        await streams.read(Stream.TASKS, "w0", count=2, block_s=0)
+        await streams.leave("w0")
+        assert b"w0" in await consumers()
+        assert len(await streams.claim(Stream.TASKS, "w1", count=1)) == 1
+        assert b"w0" in await consumers()
+        assert len(await streams.claim(Stream.TASKS, "w1", count=1)) == 1
+        assert await consumers() == {b"w1"}
+
+
+async def test_flushed_scripts_are_loaded_again(server: EmbeddedRedis) -> None:
+    async with _open(server.url) as streams:
+        await streams.client.script_flush()
+        await _issue(streams, "a")
+        assert (await streams.counters()).issued == 1
+
+
+async def test_an_emptied_server_gets_its_streams_back(server: EmbeddedRedis) -> None:
+    async with _open(server.url) as streams:
+        await _issue(streams, "a")
+        await streams.client.flushall()
+        assert list(await streams.read(Stream.TASKS, "w0", count=1, block_s=0)) == []
+        assert list(await streams.claim(Stream.TASKS, "w0", count=1)) == []
+        assert await streams.issue(0, [IssuedTask("a", b"p")], next_cursor=1)
+
+
+async def test_two_runs_on_one_server_do_not_see_each_other(server: EmbeddedRedis) -> None:
+    async with _open(server.url, run_id="one") as one, _open(server.url, run_id="two") as two:
+        await _issue(one, "a")
+        assert list(await two.read(Stream.TASKS, "w0", count=1, block_s=0)) == []
+        assert (await two.counters()).cursor == 0
+        keys = {bytes(key) for key in await one.client.keys("*")}
+        assert keys
+        assert all(key.startswith((b"arl:{one}:", b"arl:{two}:")) for key in keys)
+
+
+async def test_nothing_is_new_before_open(server: EmbeddedRedis) -> None:
+    streams = RedisStreams(server.url, "never-opened")
+    assert (await streams.counters()).state is RunState.NEW
+    await streams.close()
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-ttl", "allkeys-random"])
+async def test_an_evicting_server_is_refused_with_the_remedy(server: EmbeddedRedis, policy: str) -> None:
+    async with _open(server.url) as streams:
+        await streams.client.config_set("maxmemory-policy", policy)
+        with pytest.raises(QueueRefused, match=rf"maxmemory-policy={policy}.*set it to noeviction"):
+            await streams.open()
+
+
+async def test_a_wrong_password_is_refused_at_once_and_not_shown(server: EmbeddedRedis) -> None:
+    async with _open(server.url) as streams:
+        await streams.client.config_set("requirepass", "right")
+        stranger = RedisStreams(f"unix://:secret@{server.socket_path}", "r", retry_s=60.0)
+        with pytest.raises(QueueRefused, match=r"user, password and ACL") as refused:
+            await stranger.open()
+        assert "secret" not in str(refused.value)
+        await stranger.close()
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:6379", "localhost:6379", ""])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(QueueRefused, match="use redis://, rediss:// or unix://"):
+        RedisStreams(url, "r")
