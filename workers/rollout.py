@@ -38,7 +38,7 @@ async def _serve(arguments: RoleArguments) -> None:
     streams = connect(arguments)
     await streams.open()
     registry = RedisRegistry(streams.client, arguments.run_id)
-    receiver = Receiver(engine, registry, config, engine_id=engine.engine_id, worker_id=arguments.worker_id)
+    receiver = Receiver(engine, registry, config.weights, engine_id=engine.engine_id, worker_id=arguments.worker_id)
     settings = RolloutSettings(
         worker_id=arguments.worker_id,
         max_groups_in_flight=config.rollout.max_groups_in_flight,

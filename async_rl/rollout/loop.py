@@ -86,7 +86,6 @@ class RolloutLoop:
         worker_id = self._settings.worker_id
         await self._streams.open()
         await self._streams.heartbeat(worker_id, "rollout", ttl_s=self._settings.lease_s)
-        await self._registry.join(self._engine.engine_id, worker_id)
         async with asyncio.TaskGroup() as background:
             helpers = [
                 background.create_task(self._heartbeat()),

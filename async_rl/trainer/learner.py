@@ -32,8 +32,9 @@ from async_rl.trainer.samples import TrainingSample, to_training_samples
 from async_rl.trainer.schedule import Schedule
 from async_rl.trainer.step import StepSettings, StepStats, make_optimizer, policy_logprobs, train_step
 from async_rl.weights.manifest import Probe
-from async_rl.weights.send_buffer import SendBuffer
-from protocol.packing import pack, unpack as unpack_message
+from async_rl.weights.send_buffer import SendBuffer, SendBufferPool
+from protocol.packing import pack
+from protocol.packing import unpack as unpack_message
 
 IDLE_EVERY_S = 10.0
 
@@ -45,7 +46,7 @@ class Progress:
     version: int = 0
     records_applied: int = 0
     groups_trained: int = 0
-    checkpoint_version: int = -1
+    checkpoint_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class Learner:
             grad_clip=trainer.grad_clip,
             with_entropy=True,
         )
+        self._pool = SendBufferPool(config.weights.wire_dtype, config.weights.bucket_bytes)
         self._steps_done = 0
         self._proximal: dict[tuple[str, int], Tensor] = {}
         self._last_command = time.monotonic()
@@ -219,9 +221,8 @@ class Learner:
         """Gather every tensor on every rank (the collective needs all); rank 0 copies it out."""
         tensors = self._policy.named_full_tensors()
         if self._ranks.is_first:
-            return SendBuffer.copy_from(
-                tensors, ties=self._policy.ties(), wire_dtype=self._config.weights.wire_dtype, bucket_bytes=self._config.weights.bucket_bytes
-            )
+            buffers = {name for name, _ in self._policy.named_persistent_buffers()}
+            return self._pool.copy_from(tensors, ties=self._policy.ties(), buffer_names=buffers)
         for _name, _tensor in tensors:
             pass
         return None

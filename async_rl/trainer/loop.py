@@ -67,6 +67,9 @@ class _Pushes:
 
     finished: list[PushStats] = field(default_factory=list)
 
+    def add(self, stats: PushStats) -> None:
+        self.finished.append(stats)
+
     def take(self) -> list[dict[str, Any]]:
         taken, self.finished = self.finished, []
         return [stats.to_record() for stats in taken]
@@ -130,7 +133,7 @@ class TrainerLoop:
         intake = Intake(self._streams, log, self._batch_settings())
         self._trained_through = progress.groups_trained
         metrics = self._open_metrics()
-        publisher = Publisher(self._registry, self._config, epoch=self._epoch, on_complete=self._pushes.finished.append)
+        publisher = Publisher(self._registry, self._config, epoch=self._epoch, on_complete=self._pushes.add)
         self._clock.start()
         try:
             async with asyncio.TaskGroup() as tasks:
