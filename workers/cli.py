@@ -16,6 +16,7 @@ from rich.text import Text
 
 from async_rl.config import RunConfig, check, dump_toml, load_config
 from async_rl.errors import ConfigError
+from async_rl.logs import redact_url
 from async_rl.monitor.text import program
 from workers.arguments import overrides_of, run_app
 
@@ -147,7 +148,7 @@ def config_command(
     table.add_column("from", style="dim", overflow="fold")
     for key, origin in loaded.origins.items():
         style = "" if origin.kind == "default" else "bold"
-        table.add_row(Text(key, style), Text(_shown(loaded.config, key), style), str(origin))
+        table.add_row(Text(key, style), Text(_shown(loaded.config, key), style), redact_url(str(origin)))
     Console().print(table)
 
 

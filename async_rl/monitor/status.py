@@ -40,6 +40,8 @@ def print_status(snapshot: RunSnapshot, console: Console) -> None:
 def next_step(snapshot: RunSnapshot) -> str:
     """The command that makes sense now."""
     root = snapshot.layout.root
+    if snapshot.state == "created":
+        return f"{program()} run CONFIG --run_dir={root} --overwrite"
     if snapshot.state == "running":
         return f"tail -f {snapshot.layout.events_jsonl}"
     if snapshot.state == "completed":
