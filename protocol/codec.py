@@ -49,6 +49,7 @@ from protocol.versions import VersionSpan
 __all__ = ["check_trajectory", "decode", "decode_group", "decode_task", "encode", "pack", "unpack"]
 
 _INT32, _FLOAT32, _UINT8 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
+_FLOATS, _STRINGS = {float}, {str}
 _FINISH = {reason.value: reason for reason in FinishReason}
 _TASK_KIND, _GROUP_KIND = "prompt_task", "trajectory_group"
 
@@ -247,6 +248,8 @@ def _read_reward(body: Any) -> Reward:
 
 
 def _components(components: Mapping[str, float]) -> dict[str, float]:
+    if {*map(type, components.values())} <= _FLOATS and {*map(type, components)} <= _STRINGS:
+        return dict(components)
     return {text(name, "components"): number(value, f"components.{name}") for name, value in components.items()}
 
 
@@ -280,13 +283,13 @@ def check_trajectory(t: Trajectory) -> None:
         raise FieldError(
             "versions", f"cover tokens {_ranges(covered)}, but turns sampled {_ranges(sampled)}; they must be equal"
         )
-    num_trained = int(np.count_nonzero(mask))
-    if num_trained != sum([int(np.count_nonzero(mask[start:end])) for start, end in sampled]):
+    num_trained = np.count_nonzero(mask)
+    if num_trained != sum([np.count_nonzero(mask[start:end]) for start, end in sampled]):
         raise FieldError(
             "loss_mask", f"trains {num_trained} tokens, some of them outside the sampled ranges {_ranges(sampled)}"
         )
-    if num_trained and int(mask.max()) > 1:
-        raise FieldError("loss_mask", f"holds {int(mask.max())}; it may hold 0 and 1 only")
+    if num_trained and np.maximum.reduce(mask) > 1:
+        raise FieldError("loss_mask", f"holds {mask.max()}; it may hold 0 and 1 only")
 
 
 def _merged(name: str, parts: Iterable[Turn | VersionSpan], length: int) -> list[tuple[int, int]]:

@@ -7,7 +7,7 @@ read-only view of those bytes (`np.frombuffer`), no copy.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
 import msgpack
@@ -69,13 +69,17 @@ def pack_unchecked(obj: object) -> bytes:
 
 def unpack(data: bytes | memoryview) -> Any:
     """Read what `pack` wrote. Raises: CodecError (truncated, trailing bytes, unknown ext codes, keys that are no strings)."""
-    return _check_unpacked(unpack_unchecked(data), "")
+    return _check_unpacked(_unpack(data, _read_map), "")
 
 
 def unpack_unchecked(data: bytes | memoryview) -> Any:
-    """`unpack` for a reader that checks types and names of every field itself; maps are checked here."""
+    """`unpack` for a reader that itself checks the names and types of everything in the message."""
+    return _unpack(data, None)
+
+
+def _unpack(data: bytes | memoryview, read_map: Callable[[list[tuple[Any, Any]]], dict[str, Any]] | None) -> Any:
     try:
-        return msgpack.unpackb(data, ext_hook=_read_ext, object_pairs_hook=_read_map, raw=False, strict_map_key=True)
+        return msgpack.unpackb(data, ext_hook=_read_ext, object_pairs_hook=read_map, raw=False, strict_map_key=True)
     except CodecError:
         raise
     except msgpack.ExtraData as error:

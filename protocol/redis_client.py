@@ -167,7 +167,7 @@ class RedisClient:
 
     def _translate(self, name: str, error: Exception) -> ProtocolError:
         text = str(error)
-        if isinstance(error, OutOfMemoryError) or "-OOM command not allowed" in text:  # 6.2 wraps a script's OOM in its own words
+        if isinstance(error, OutOfMemoryError) or "-OOM command not allowed" in text:  # as 6.2 says it
             return QueueFull(f"redis at {self.shown_url} is at maxmemory and refuses {name}; raise maxmemory or let it drain")
         refusals = (AuthenticationError, AuthorizationError, NoPermissionError)
         if isinstance(error, refusals) or isinstance(error.__cause__, refusals):
