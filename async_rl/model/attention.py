@@ -207,7 +207,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scaling: fl
         mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
     scores = softcap * torch.tanh(torch.matmul(q, k.transpose(2, 3)) * scale / softcap)
     scores = scores.masked_fill(~mask, float("-inf"))
-    return torch.matmul(torch.softmax(scores.float(), dim=-1).to(v.dtype), v)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    return torch.matmul(weights.to(v.dtype), v)
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -148,7 +148,19 @@ class PolicyModel(nn.Module):
         result: tuple[Tensor, Tensor | None] = self(
             token_ids.to(device), position_ids.to(device), segments, rows.to(device), selected, with_entropy
         )
+        if not torch.is_grad_enabled():
+            self._reshard()
         return result
+
+    def _reshard(self) -> None:
+        """Put the sharded float32 parameters back in place.
+
+        FSDP keeps the root's gathered parameters, in the compute dtype, from a forward to its backward pass. Where no backward
+        follows, whoever reads the parameters next would read those.
+        """
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     @torch.no_grad()
     def score(
