@@ -1,0 +1,202 @@
+"""Two real ranks over Gloo against one process: the same loss, gradients, weights, scores and checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.optim import AdamW
+
+from async_rl.algorithms.losses import ClipRange, LossFn, LossSettings, decoupled_clip
+from async_rl.model.load import load_causal_lm
+from async_rl.testing.batches import credit_loss, first_step_gradients, make_sample, random_samples
+from async_rl.testing.tiny_models import TinyModel, save_tiny_model
+from async_rl.trainer.checkpoint import find_latest, load_checkpoint, save_checkpoint
+from async_rl.trainer.packing import MicroBatch, balance, pack
+from async_rl.trainer.policy import PolicyModel, load_policy
+from async_rl.trainer.step import StepSettings, make_optimizer, train_step
+
+LOSS = LossSettings(ClipRange(0.2, 0.28))
+A = make_sample([3, 4, 5], trained=[2], advantages=8.0)  # one trained token, loss 8
+B = make_sample([6, 7, 8, 9], advantages=2.0)  # three, loss 2 each
+UNEVEN = [95] * 5 + [20] * 5
+START_TIMEOUT_S = 100
+
+
+@dataclass(frozen=True)
+class Outcome:
+    out: Path
+    untied: Path
+    tied: Path
+    of_one_rank: dict[str, Tensor]
+    stats: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    def kept(self, name: str) -> dict[str, Tensor]:
+        return {key.removeprefix(f"{name}/"): value for key, value in self.tensors.items() if key.startswith(f"{name}/")}
+
+
+def learner(path: Path) -> tuple[PolicyModel, AdamW]:
+    policy = load_policy(path)
+    return policy, make_optimizer(policy, learning_rate=1e-3)
+
+
+def one_step(policy: PolicyModel, optimizer: AdamW, micro_batches: list[MicroBatch], loss_fn: LossFn = credit_loss) -> None:
+    settings = StepSettings(loss_fn, LOSS, grad_clip=math.inf)
+    assert train_step(policy, optimizer, micro_batches, settings=settings, learning_rate=1e-3).applied
+
+
+def alone(path: Path, micro_batches: list[MicroBatch], loss_fn: LossFn = credit_loss) -> dict[str, Tensor]:
+    """The gradient of the same step in one process."""
+    policy, optimizer = learner(path)
+    one_step(policy, optimizer, micro_batches, loss_fn)
+    return first_step_gradients(policy, optimizer)
+
+
+def everything(policy: PolicyModel, optimizer: AdamW) -> dict[str, Tensor]:
+    state = {name: tensor.clone() for name, tensor in policy.named_full_tensors()}
+    for name, parameter in policy.hf.named_parameters():
+        state.update({f"{name}.{key}": value.clone() for key, value in optimizer.state[parameter].items()})
+    return state
+
+
+def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Equal up to the order of float32 sums, relative to the largest entry."""
+    assert got.keys() == expected.keys()
+    scale = max(float(tensor.abs().max()) for tensor in expected.values())
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            got[name] / scale, tensor / scale, rtol=0, atol=1e-6, msg=lambda t, name=name: f"{name}: {t}"
+        )
+
+
+def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(got[name], expected[name])] == []
+
+
+def start(arguments: list[str], world_size: int) -> None:
+    """Run the program on every rank, as torchrun would, and wait."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    program = str(Path(__file__).with_name("fsdp_rank.py"))
+    shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, program, *arguments],
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        outputs = [process.communicate(timeout=START_TIMEOUT_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for rank, process in enumerate(processes):
+        assert process.returncode == 0, f"rank {rank}:\n{outputs[rank]}"
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    root = tmp_path_factory.mktemp("ranks")
+    untied = save_tiny_model(root / "untied", TinyModel.LLAMA, sharpness=2.0)
+    tied = save_tiny_model(root / "tied", TinyModel.LLAMA_TIED, sharpness=2.0)
+    policy, optimizer = learner(untied)
+    one_step(policy, optimizer, pack(random_samples([30, 20], seed=5), 100), decoupled_clip)
+    save_checkpoint(root / "of_one_rank", policy, optimizer, step=1)
+    out = root / "out"
+    out.mkdir()
+    start([str(path) for path in (out, untied, tied, root / "of_one_rank")], world_size=2)
+    stats = json.loads((out / "stats.json").read_text())
+    return Outcome(out, untied, tied, everything(policy, optimizer), stats, load_file(out / "tensors.safetensors"))
+
+
+@pytest.mark.parametrize("name", ["two_ranks", "two_ranks_untied", "two_micro_batches_each"])
+def test_two_ranks_have_the_token_mean_and_gradient_of_one_batch(name: str, outcome: Outcome) -> None:
+    assert outcome.stats[name]["loss"] == pytest.approx(3.5, abs=1e-6)  # not 5, not 1.75
+    assert outcome.stats[name]["num_trained_tokens"] == 4
+    path = outcome.untied if name == "two_ranks_untied" else outcome.tied
+    expected = alone(path, pack([A, B], 100))
+    assert_close(outcome.kept(name), expected)
+    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    assert outcome.stats[name]["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+
+
+def test_a_rank_without_a_sample_finishes_and_adds_nothing(outcome: Outcome) -> None:
+    assert outcome.stats["no_sample_on_rank_1"]["loss"] == pytest.approx(8.0, abs=1e-6)
+    assert_close(outcome.kept("no_sample_on_rank_1"), alone(outcome.tied, pack([A], 100)))
+
+
+@pytest.mark.parametrize("name", ["uneven", "recomputed"])
+def test_uneven_work_gets_equal_counts_and_the_gradient_of_one_process(name: str, outcome: Outcome) -> None:
+    per_rank = balance(random_samples(UNEVEN), 100, 2)
+    assert len(per_rank[0]) == len(per_rank[1])
+    assert_close(outcome.kept(name), alone(outcome.untied, pack(random_samples(UNEVEN), 1000), decoupled_clip))
+
+
+def test_a_fully_masked_rank_does_not_dilute_the_other(outcome: Outcome) -> None:
+    stats = outcome.stats["rank_0_masked"]
+    assert (stats["loss"], stats["applied"]) == (pytest.approx(1.0, abs=1e-6), True)
+
+
+def test_a_step_that_cannot_be_applied_is_skipped_on_every_rank(outcome: Outcome) -> None:
+    masked, nan, after = (outcome.stats[name] for name in ("all_masked", "nan_on_rank_1", "after_skips"))
+    assert (masked["applied"], masked["skip_reason"], masked["loss"]) == (False, "no_tokens", 0.0)
+    assert (nan["applied"], nan["skip_reason"]) == (False, "non_finite_loss")
+    assert outcome.stats["unchanged_after_skips"] is True
+    assert after["applied"] is True
+
+
+def test_unequal_numbers_of_micro_batches_are_an_error_on_every_rank_not_a_hang(outcome: Outcome) -> None:
+    for rank in range(2):
+        assert "ranks have 1 to 2 micro-batches" in (outcome.out / f"unequal.{rank}").read_text()
+
+
+def test_pushed_weights_are_the_whole_float32_model_whatever_ran_before(outcome: Outcome) -> None:
+    expected = {name: p.detach() for name, p in load_causal_lm(outcome.tied).named_parameters()}
+    for dtype in ("float32", "bfloat16"):
+        assert_equal(outcome.kept(f"weights_{dtype}"), expected)
+        assert outcome.stats[f"ties_{dtype}"] == [["lm_head.weight", "model.embed_tokens.weight"]]
+
+
+def test_sharded_scores_are_those_of_one_process(outcome: Outcome) -> None:
+    (expected,) = load_policy(outcome.tied).score([list(range(3, 20))], temperature=0.7)
+    np.testing.assert_allclose(outcome.kept("scores_float32")["0"].numpy(), expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(outcome.kept("scores_bfloat16")["0"].numpy(), expected, rtol=0, atol=0.05)
+
+
+def test_a_checkpoint_of_two_ranks_loads_on_one_element_by_element(outcome: Outcome) -> None:
+    latest = find_latest(outcome.out / "checkpoints").latest
+    assert latest is not None
+    assert latest.meta == {"from": "two ranks"}
+    policy, optimizer = learner(outcome.untied)
+    load_checkpoint(latest, policy, optimizer)
+    assert_equal(everything(policy, optimizer), outcome.kept("saved"))
+    one_step(policy, optimizer, pack([A], 100))  # and trains on
+
+
+def test_a_checkpoint_of_one_rank_loads_on_two_element_by_element(outcome: Outcome) -> None:
+    assert_equal(outcome.kept("loaded"), outcome.of_one_rank)
+
+
+def test_a_save_that_fails_fails_on_every_rank(outcome: Outcome) -> None:
+    for rank in range(2):
+        assert "a_file/step_00000003.tmp cannot be written" in (outcome.out / f"failed_save.{rank}").read_text()
