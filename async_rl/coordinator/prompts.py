@@ -70,13 +70,17 @@ class PromptSource:
         """Tasks of the whole source; None if it never ends."""
         return None if self._data_epochs is None else self._data_epochs * self._num_rows
 
+    def is_end(self, cursor: int) -> bool:
+        """Whether there is no task at `cursor` or beyond."""
+        return self.num_tasks is not None and cursor >= self.num_tasks
+
     def task_at(self, cursor: int, *, issued_at_s: float = 0.0) -> PromptTask | None:
         """The task at `cursor`, or None at and beyond the end. `issued_at_s` is a stamp and changes nothing else."""
         if cursor < 0:
             raise ValueError(f"cursor={cursor}: must not be negative")
-        data_epoch, position = divmod(cursor, self._num_rows)
-        if self._data_epochs is not None and data_epoch >= self._data_epochs:
+        if self.is_end(cursor):
             return None
+        data_epoch, position = divmod(cursor, self._num_rows)
         row = self._permutation(data_epoch)(position) if self._shuffle else position
         return self._make(data_epoch, row, repeat=0, issued_at_s=issued_at_s)
 
