@@ -74,6 +74,11 @@ class DecodeBatch:
         return len(self._waiting)
 
     @property
+    def num_columns(self) -> int:
+        """Columns that the KV buffer holds."""
+        return self._cache.column_capacity
+
+    @property
     def is_idle(self) -> bool:
         return not self._members and not self._waiting
 
@@ -227,7 +232,9 @@ class DecodeBatch:
             return
         width = cache.cur - cache.lo
         cur = max(width, longest)
-        columns = cache.column_capacity if 2 * (cur + 2) <= cache.column_capacity else max(2 * (cur + 2), MIN_COLUMNS)
+        columns = cache.column_capacity
+        if 2 * (cur + 2) > columns:
+            columns = max(2 * (cur + 2), MIN_COLUMNS)
         if rows > cache.row_capacity:
             rows = max(rows, min(2 * rows, self._max_running))
         rows = max(rows, cache.row_capacity)

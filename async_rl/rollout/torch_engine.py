@@ -66,6 +66,7 @@ class TorchEngine:
     The weights in `model_path` are not served until a push, or an explicit `serve`, says that they are a version.
     wait_timeout_s: how long requests wait for a version to be served after a swap or a withdrawal.
     command_timeout_s: longest wait for one answer of the decoding thread.
+    load: makes the model ready, on that thread.
     """
 
     def __init__(
@@ -77,10 +78,11 @@ class TorchEngine:
         wait_timeout_s: float = 300.0,
         command_timeout_s: float = 300.0,
         now: Callable[[], float] = time.monotonic,
+        load: Callable[[Path, RolloutConfig, Callable[[], float]], LoadedModel] = load_model,
     ) -> None:
         self._path, self._config, self._engine_id = Path(model_path), config, engine_id
         self._wait_timeout_s, self._command_timeout_s = wait_timeout_s, command_timeout_s
-        self._now = now
+        self._now, self._load = now, load
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._unsent: list[Request] = []
         self._model: LoadedModel | None = None
@@ -223,7 +225,7 @@ class TorchEngine:
 
     def _main(self, loop: asyncio.AbstractEventLoop, loaded: asyncio.Future[object]) -> None:
         try:
-            self._model = load_model(self._path, self._config, self._now)
+            self._model = self._load(self._path, self._config, self._now)
         except Exception as error:
             self._failure = EngineError(f"engine {self._engine_id} did not start: {error}")
             known = error if isinstance(error, AsyncRLError) else self._failure
