@@ -175,8 +175,20 @@ async def test_an_engine_that_is_not_started_says_so(tmp_path: Path) -> None:
 
 
 async def test_requests_of_one_turn_of_the_loop_are_admitted_together(start: Start) -> None:
-    engine = await start(now=lambda: 0.0)
+    waiting_at_step: list[int] = []
+
+    def load(path: Path, config: RolloutConfig, now: Callable[[], float]) -> LoadedModel:
+        loaded = load_model(path, config, now)
+        advance = loaded.batch.advance
+
+        def watched() -> Any:
+            waiting_at_step.append(loaded.batch.num_waiting)
+            return advance()
+
+        loaded.batch.advance = watched  # type: ignore[method-assign]  # watches the real object
+        return loaded
+
+    engine = await start(load=load)
     await engine.serve(0)
-    groups = await asyncio.gather(*[engine.generate(PROMPT, [replace(LONG, seed=s, max_new_tokens=5)]) for s in range(20)])
-    assert all(completion.queued_s == 0.0 for (completion,) in groups)
-    assert len(groups) == 20
+    await asyncio.gather(*[engine.generate(PROMPT, [replace(LONG, seed=seed, max_new_tokens=5)]) for seed in range(20)])
+    assert [count for count in waiting_at_step if count] == [20]
