@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 
@@ -14,13 +15,21 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
+_INLINE: ContextVar[bool] = ContextVar("call sync functions inline", default=False)
+
+
+def call_inline() -> None:
+    """From here on (in this context) sync functions run in the calling thread and block it: for scoring processes."""
+    _INLINE.set(True)
+
+
 async def call(function: Callable[..., Any], *args: Any) -> Any:
     """Return `function(*args)`: awaited if async, else run in a thread of its own.
 
     A thread that never returns cannot be stopped. It is a daemon and no pool's: it neither delays the exit of the process
     nor takes a place away from later calls. Where that is not enough, score in reward workers, whose processes are killed.
     """
-    result = function(*args) if is_async(function) else await _in_daemon_thread(function, *args)
+    result = function(*args) if is_async(function) or _INLINE.get() else await _in_daemon_thread(function, *args)
     return await result if inspect.isawaitable(result) else result
 
 
