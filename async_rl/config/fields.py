@@ -65,6 +65,11 @@ def table_of(model: type[BaseModel], key: str) -> str | None:
     return None
 
 
+def is_known(model: type[BaseModel], key: str) -> bool:
+    """Whether the dotted `key` is a setting of `model`, or lies in a free table."""
+    return key in leaf_fields(model) or (table_of(model, key) is not None and "" not in key.split("."))
+
+
 def nearest_key(model: type[BaseModel], key: str) -> str:
     """The known dotted key most like `key`: by what others call it, then in its own section, then anywhere."""
     known = list(leaf_fields(model))

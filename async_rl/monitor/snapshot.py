@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from async_rl.config.load import read_toml
+from async_rl.config.sources import read_toml
 from async_rl.monitor.metrics_file import MetricsHistory, StepMetrics
 from async_rl.registry.versions import EngineRecord, VersionRegistry
 from async_rl.run_dir.files import read_json_lines

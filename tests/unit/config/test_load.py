@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -93,6 +95,29 @@ def test_arguments_of_the_environment_merge_over_the_file_and_keep_their_types(t
 def test_arguments_set_as_a_whole_replace_those_of_the_file(toml):
     path = toml("[environment.args]\nlength = 5\n")
     assert load(path, "--environment.args={size = 2}").environment.args == {"size": 2}
+    flags = ["--model.path=/m", "--environment.args.x=1", "--environment.args={size = 2}", "--environment.args.x=3"]
+    resolved = load_config(path, flags, {"ASYNC_RL_ENVIRONMENT__ARGS__LENGTH": "6"})
+    assert resolved.config.environment.args == {"size": 2, "x": 3}
+    origins = {key: str(origin) for key, origin in resolved.origins.items() if key.startswith("environment.args")}
+    assert origins == {
+        "environment.args": "flag --environment.args={size = 2}",
+        "environment.args.x": "flag --environment.args.x=3",
+    }
+
+
+def test_keys_of_a_table_set_in_the_environment_have_types_and_merge_under_flags():
+    env = {"ASYNC_RL_ENVIRONMENT__ARGS": "{length = 5, kind = 'x'}", "ASYNC_RL_ENVIRONMENT__ARGS__DEEP__SIZE": "7"}
+    config = load(None, "--environment.args.length=6", **env)
+    assert config.environment.args == {"length": 6, "kind": "x", "deep": {"size": 7}}
+
+
+def test_a_file_may_be_a_pipe(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = threading.Thread(target=path.write_text, args=("seed = 3\n",))
+    writer.start()
+    assert load(path).seed == 3
+    writer.join()
 
 
 def test_relative_model_path_is_taken_from_the_working_directory(tmp_path, monkeypatch):
@@ -132,6 +157,7 @@ def test_unknown_key_in_a_file_names_key_section_and_nearest_known_key(toml, tex
         ("--trainer..max_steps=2", ["'trainer..max_steps'", "empty name", "trainer.max_steps"]),
         ("--.seed=2", ["'.seed'", "empty name", "mean seed"]),
         ("--trainer.=2", ["'trainer.'", "empty name"]),
+        ("--environment.args.=2", ["'environment.args.'", "empty name"]),
         ("--trainer.max_steps.x=2", ["trainer.max_steps is a value", "mean trainer.max_steps?"]),
         ("--trainer=2", ["trainer is a section"]),
         ("--trainer.max_steps", ["has no value"]),
