@@ -6,9 +6,8 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
-from async_rl.config.rollout import EnvironmentConfig
 from async_rl.environments.base import Environment
 from async_rl.environments.prompt_reward import PromptReward
 from async_rl.environments.sort_digits import SortDigits
@@ -18,7 +17,20 @@ PROMPT_REWARD = "prompt_reward"
 BUILT_IN: Mapping[str, Callable[..., Environment]] = {"sort_digits": SortDigits}
 
 
-def load_environment(config: EnvironmentConfig) -> Environment:
+class EnvironmentSpec(Protocol):
+    """What names an environment: `config.environment`, or its copy in a scoring process, which loads no config models."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def args(self) -> Mapping[str, Any]: ...
+
+    @property
+    def reward(self) -> str | None: ...
+
+
+def load_environment(config: EnvironmentSpec) -> Environment:
     """Build the environment that `config` names.
 
     Raises: ConfigError for an unknown name, module, class, function or argument; it names the nearest known one.
@@ -73,7 +85,7 @@ def nearest(name: str, known: list[str]) -> str:
     return f" (did you mean {matches[0]!r}?)" if matches else ""
 
 
-def _prompt_reward(config: EnvironmentConfig) -> Environment:
+def _prompt_reward(config: EnvironmentSpec) -> Environment:
     if config.reward is None:
         raise ConfigError(f"environment.name={PROMPT_REWARD!r} needs environment.reward = module:function")
     if config.args:
@@ -81,7 +93,7 @@ def _prompt_reward(config: EnvironmentConfig) -> Environment:
     return PromptReward(load_object(config.reward, field="environment.reward", kind="function"))
 
 
-def _construct(factory: Callable[..., Any], config: EnvironmentConfig) -> Environment:
+def _construct(factory: Callable[..., Any], config: EnvironmentSpec) -> Environment:
     parameters = inspect.signature(factory).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for name in config.args:

@@ -14,8 +14,8 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 
-from async_rl.config.rollout import EnvironmentConfig
 from async_rl.environments.base import Episode
+from async_rl.environments.load import EnvironmentSpec
 from async_rl.errors import CodecError, ConfigError, DeadlineExceeded
 from async_rl.logs import get_logger
 from async_rl.reward.score import timed_out
@@ -32,7 +32,7 @@ class ScoringPool:
     """Scores with `environment` in `processes` processes, each score within `timeout_s` seconds."""
 
     def __init__(
-        self, environment: EnvironmentConfig, *, processes: int, timeout_s: float, start_timeout_s: float = 120.0
+        self, environment: EnvironmentSpec, *, processes: int, timeout_s: float, start_timeout_s: float = 120.0
     ) -> None:
         self._environment = environment
         self._timeout_s = timeout_s

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
-from async_rl.config.rollout import EnvironmentConfig
 from async_rl.environments.base import Episode, TurnText
+from async_rl.environments.load import EnvironmentSpec
 from async_rl.errors import CodecError
 from protocol.codec import decode_task, encode
 from protocol.messages import FinishReason, Reward
@@ -20,14 +22,32 @@ def framed(body: bytes) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def pack_start(environment: EnvironmentConfig, timeout_s: float, path: list[str]) -> bytes:
+@dataclass(frozen=True, slots=True)
+class NamedEnvironment:
+    """`config.environment`, as a scoring process knows it."""
+
+    name: str
+    args: Mapping[str, Any]
+    reward: str | None
+
+
+def pack_start(environment: EnvironmentSpec, timeout_s: float, path: list[str]) -> bytes:
     """The first frame of a scoring process: what it scores, and where modules are found."""
-    return pack({"environment": environment.model_dump(), "timeout_s": timeout_s, "path": path})
+    return pack(
+        {
+            "name": environment.name,
+            "args": dict(environment.args),
+            "reward": environment.reward,
+            "timeout_s": timeout_s,
+            "path": path,
+        }
+    )
 
 
-def unpack_start(body: bytes) -> tuple[EnvironmentConfig, float, list[str]]:
+def unpack_start(body: bytes) -> tuple[NamedEnvironment, float, list[str]]:
     fields = _fields(body)
-    return EnvironmentConfig.model_validate(fields["environment"]), float(fields["timeout_s"]), list(fields["path"])
+    environment = NamedEnvironment(fields["name"], fields["args"], fields["reward"])
+    return environment, float(fields["timeout_s"]), list(fields["path"])
 
 
 def pack_episode(episode: Episode) -> bytes:
