@@ -49,6 +49,7 @@ from protocol.versions import VersionSpan
 __all__ = ["check_trajectory", "decode", "decode_group", "decode_task", "encode", "pack", "unpack"]
 
 _INT32, _FLOAT32, _UINT8 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
+_FOUR_INTS, _TURN_TYPES = [int, int, int, int], [int, int, str]
 _FLOATS, _STRINGS = {float}, {str}
 _FINISH = {reason.value: reason for reason in FinishReason}
 _TASK_KIND, _GROUP_KIND = "prompt_task", "trajectory_group"
@@ -65,12 +66,12 @@ TRAJECTORY = Record(
     finish_reason=anything, timings=anything, worker_id=text, engine_id=text, reward=anything,
 )  # fmt: skip
 SAMPLING = Record(
-    temperature=number, max_new_tokens=integer, seed=integer, stop_token_ids=anything, top_p=number, top_k=integer
+    temperature=number, max_new_tokens=integer, seed=integer, stop_token_ids=sequence, top_p=number, top_k=integer
 )  # fmt: skip
 TIMINGS = Record(
     started_at_s=number, finished_at_s=number, queued_s=number, generate_s=number, environment_s=number, reward_s=number
 )  # fmt: skip
-REWARD = Record(value=optional_number, components=anything, invalid_reason=optional_text, error_type=optional_text)
+REWARD = Record(value=optional_number, components=mapping, invalid_reason=optional_text, error_type=optional_text)
 
 
 # -- public ------------------------------------------------------------------------------------------------------
@@ -136,39 +137,54 @@ def _pack_group(group: TrajectoryGroup) -> dict[str, Any]:
 
 
 def _pack_trajectory(t: Trajectory) -> dict[str, Any]:
-    body = TRAJECTORY.pack(t)
-    body["token_ids"] = under("token_ids", pack_array, t.token_ids, _INT32)
-    body["loss_mask"] = under("loss_mask", pack_array, t.loss_mask, _UINT8)
-    body["behavior_logprobs"] = under("behavior_logprobs", pack_array, t.behavior_logprobs, _FLOAT32)
+    arrays = {
+        "token_ids": under("token_ids", pack_array, t.token_ids, _INT32),
+        "loss_mask": under("loss_mask", pack_array, t.loss_mask, _UINT8),
+        "behavior_logprobs": under("behavior_logprobs", pack_array, t.behavior_logprobs, _FLOAT32),
+    }
     check_trajectory(t)
-    body["versions"] = each("versions", _pack_span, t.versions)
-    body["sampling"] = under("sampling", _pack_sampling, t.sampling)
-    body["turns"] = each("turns", _pack_turn, t.turns)
-    body["finish_reason"] = t.finish_reason.value
-    body["timings"] = under("timings", TIMINGS.pack, t.timings)
-    body["reward"] = None if t.reward is None else under("reward", _pack_reward, t.reward)
-    return body
+    return {
+        **arrays,
+        "versions": each("versions", _pack_span, t.versions),
+        "sampling": under("sampling", _pack_sampling, t.sampling),
+        "turns": each("turns", _pack_turn, t.turns),
+        "finish_reason": str(t.finish_reason),
+        "timings": under("timings", TIMINGS.pack, t.timings),
+        "worker_id": text(t.worker_id, "worker_id"),
+        "engine_id": text(t.engine_id, "engine_id"),
+        "reward": None if t.reward is None else under("reward", _pack_reward, t.reward),
+    }
 
 
 def _pack_span(span: VersionSpan) -> list[int]:
-    return [integer(span.start, "start"), integer(span.end, "end"),
-            integer(span.version, "version"), integer(span.kv_version, "kv_version")]  # fmt: skip
+    numbers = [span.start, span.end, span.version, span.kv_version]
+    if [*map(type, numbers)] == _FOUR_INTS:
+        return numbers
+    return [integer(value, name) for value, name in zip(numbers, VersionSpan.__slots__, strict=True)]
 
 
 def _pack_turn(turn: Turn) -> list[Any]:
-    return [integer(turn.start, "start"), integer(turn.end, "end"), turn.finish_reason.value]
+    return [integer(turn.start, "start"), integer(turn.end, "end"), str(turn.finish_reason)]
 
 
 def _pack_sampling(sampling: SamplingParams) -> dict[str, Any]:
-    body = SAMPLING.pack(sampling)
-    body["stop_token_ids"] = [integer(token_id, "stop_token_ids") for token_id in sampling.stop_token_ids]
-    return body
+    return {
+        "temperature": number(sampling.temperature, "temperature"),
+        "max_new_tokens": integer(sampling.max_new_tokens, "max_new_tokens"),
+        "seed": integer(sampling.seed, "seed"),
+        "stop_token_ids": [integer(token_id, "stop_token_ids") for token_id in sampling.stop_token_ids],
+        "top_p": number(sampling.top_p, "top_p"),
+        "top_k": integer(sampling.top_k, "top_k"),
+    }
 
 
 def _pack_reward(reward: Reward) -> dict[str, Any]:
-    body = REWARD.pack(reward)
-    body["components"] = _components(reward.components)
-    return body
+    return {
+        "value": optional_number(reward.value, "value"),
+        "components": _components(reward.components),
+        "invalid_reason": optional_text(reward.invalid_reason, "invalid_reason"),
+        "error_type": optional_text(reward.error_type, "error_type"),
+    }
 
 
 # -- from maps ---------------------------------------------------------------------------------------------------
@@ -215,7 +231,7 @@ def _read_trajectory(body: Any) -> Trajectory:
 
 
 def _read_span(item: Any) -> VersionSpan:
-    if item.__class__ is not list or [*map(type, item)] != [int, int, int, int]:
+    if item.__class__ is not list or [*map(type, item)] != _FOUR_INTS:
         raise CodecError(f"expected [start, end, version, kv_version], got {shown(item)}")
     try:
         return VersionSpan(*item)
@@ -224,14 +240,14 @@ def _read_span(item: Any) -> VersionSpan:
 
 
 def _read_turn(item: Any) -> Turn:
-    if item.__class__ is not list or [*map(type, item)] != [int, int, str]:
+    if item.__class__ is not list or [*map(type, item)] != _TURN_TYPES:
         raise CodecError(f"expected [start, end, finish_reason], got {shown(item)}")
     return Turn(item[0], item[1], _finish_reason(item[2]))
 
 
 def _read_sampling(body: Any) -> SamplingParams:
     temperature, max_new_tokens, seed, stop_token_ids, top_p, top_k = SAMPLING.read(body)
-    stops = tuple([integer(token_id, "stop_token_ids") for token_id in sequence(stop_token_ids, "stop_token_ids")])
+    stops = tuple([integer(token_id, "stop_token_ids") for token_id in stop_token_ids])
     return SamplingParams(temperature, max_new_tokens, seed, stops, top_p, top_k)
 
 
@@ -242,7 +258,7 @@ def _read_timings(body: Any) -> Timings:
 def _read_reward(body: Any) -> Reward:
     value, components, invalid_reason, error_type = REWARD.read(body)
     try:
-        return Reward(value, _components(mapping(components, "components")), invalid_reason, error_type)
+        return Reward(value, _components(components), invalid_reason, error_type)
     except ValueError as error:
         raise CodecError(str(error)) from error
 

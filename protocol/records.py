@@ -66,6 +66,7 @@ class Record:
         self._attributes: Callable[[Any], tuple[Any, ...]] = attrgetter(*self.names)
         self._typed_items: Callable[[Any], tuple[Any, ...]] = itemgetter(*exact)
         self._typed_attributes: Callable[[Any], tuple[Any, ...]] = attrgetter(*exact)
+        self._all_typed = len(exact) == len(checks)
 
     def read(self, body: Any) -> tuple[Any, ...]:
         """The values of `body`, checked, in order. Raises: CodecError on unknown, missing or wrong fields."""
@@ -77,12 +78,14 @@ class Record:
             refuse_names(body, self.names)
         if len(body) != len(values):
             refuse_names(body, self.names)
-        return values if tuple(map(type, self._typed_items(body))) == self._types else self._checked(values)
+        typed = values if self._all_typed else self._typed_items(body)
+        return values if tuple(map(type, typed)) == self._types else self._checked(values)
 
     def pack(self, message: object) -> dict[str, Any]:
         """The map of the object's attributes, checked."""
         values = self._attributes(message)
-        if tuple(map(type, self._typed_attributes(message))) != self._types:
+        typed = values if self._all_typed else self._typed_attributes(message)
+        if tuple(map(type, typed)) != self._types:
             values = self._checked(values)
         return dict(zip(self.names, values, strict=True))
 
@@ -99,7 +102,9 @@ def refuse_names(body: Mapping[str, Any], known: Collection[str]) -> NoReturn:
 
 
 def integer(value: Any, name: str) -> int:
-    if value.__class__ is int or isinstance(value, np.integer):
+    if value.__class__ is int:
+        return value
+    if isinstance(value, np.integer):
         return int(value)
     raise FieldError(name, f"expected an int, got {shown(value)}")
 
@@ -126,14 +131,14 @@ def optional_text(value: Any, name: str) -> str | None:
 
 
 def sequence(value: Any, name: str) -> list[Any]:
-    if value.__class__ is list:
-        return list(value)
+    if isinstance(value, list):
+        return value
     raise FieldError(name, f"expected a list, got {shown(value)}")
 
 
 def mapping(value: Any, name: str) -> dict[str, Any]:
-    if value.__class__ is dict:
-        return dict(value)
+    if isinstance(value, dict):
+        return value
     raise FieldError(name, f"expected a map, got {shown(value)}")
 
 

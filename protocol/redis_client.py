@@ -11,6 +11,7 @@ from hashlib import sha1
 from importlib.resources import files
 from typing import Any, TypeVar
 
+import hiredis
 from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -58,6 +59,17 @@ def _load_scripts() -> dict[str, tuple[str, str]]:
     return {name: (sha1(source.encode(), usedforsecurity=False).hexdigest(), source) for name, source in sources.items()}
 
 
+def _with_fast_packing(connection_class: type[Any]) -> type[Any]:
+    """The same connection, its commands packed in C by hiredis; redis-py's asyncio side does it in Python, part by part."""
+
+    def pack_command(self: object, *args: Any) -> list[bytes]:
+        if isinstance(args[0], str) and " " in args[0]:  # redis-py names some commands in two words
+            args = (*args[0].split(), *args[1:])
+        return [hiredis.pack_command(args)]
+
+    return type(f"FastPacking{connection_class.__name__}", (connection_class,), {"pack_command": pack_command})
+
+
 class RedisClient:
     """A pool of connections with deadlines.
 
@@ -94,6 +106,7 @@ class RedisClient:
             )
         except ValueError as error:
             raise QueueRefused(f"redis.url={self.shown_url!r}: {error}; use redis://, rediss:// or unix://") from error
+        self._pool.connection_class = _with_fast_packing(self._pool.connection_class)
         self.redis: Redis = Redis(connection_pool=self._pool)
         """An ordinary redis-py client over the same connections."""
         # Replies as they come: reshaping thousands of entries costs more than reading them. (`execute_command` is untyped.)

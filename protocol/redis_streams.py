@@ -164,12 +164,21 @@ class RedisStreams:
         for (source, target), same in groupby(publications, lambda publication: (publication.source, publication.target)):
             keys = [self.keys.state, self.keys.outstanding, self.keys.stream(source), self.keys.stream(target), self.keys.none]
             for batch in _batches([*same], lambda publication: len(publication.payload)):
-                args = [GROUP_OF[source], target.value]
-                for publication in batch:
-                    args += (publication.entry_id, publication.payload)
-                moved = await self._client.script("publish", keys, args, wait_if_full=True)
-                done += map(bool, moved)
+                task_ids = [publication.task_id for publication in batch]
+                if None in task_ids:
+                    task_ids = await self._task_ids(batch)
+                args: list[object] = [GROUP_OF[source], source.value, target.value, len(batch)]
+                args += [publication.entry_id for publication in batch]
+                args += [task_id or "" for task_id in task_ids]
+                args += [publication.payload for publication in batch]
+                done += map(bool, await self._client.script("publish", keys, args, wait_if_full=True))
         return done
+
+    async def _task_ids(self, publications: Sequence[Publication]) -> list[str | None]:
+        """What the source entries say; None where the entry is gone or not ours."""
+        commands = [("XRANGE", self.keys.stream(p.source), p.entry_id, p.entry_id) for p in publications]
+        found = await self._client.pipeline(commands)
+        return [_delivery(Stream.TASKS, entries[0][0], 1, entries[0][1]).task_id if entries else None for entries in found]
 
     async def bury(self, delivery: Delivery, *, task_id: str | None, reason: str) -> bool:
         source = delivery.stream

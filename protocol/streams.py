@@ -58,12 +58,13 @@ class IssuedTask:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """A finished group together with the entry whose acknowledgement it needs."""
+    """A finished group, and the entry that it takes the place of."""
 
     source: Stream  # TASKS or UNSCORED
     entry_id: str
     target: Stream  # UNSCORED or GROUPS
     payload: bytes
+    task_id: str | None = None  # of the delivery; None: looked up in the source entry, one more round trip
 
 
 @dataclass(frozen=True, slots=True)

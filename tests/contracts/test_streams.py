@@ -97,7 +97,7 @@ def _tasks(*names: str) -> list[IssuedTask]:
 
 
 def _publications(deliveries: Sequence[Delivery], target: Stream = Stream.GROUPS) -> list[Publication]:
-    return [Publication(d.stream, d.entry_id, target, b"group of " + d.payload) for d in deliveries]
+    return [Publication(d.stream, d.entry_id, target, b"group of " + d.payload, d.task_id) for d in deliveries]
 
 
 def _finished(deliveries: Sequence[Delivery]) -> list[Finished]:
@@ -261,6 +261,16 @@ async def test_unscored_groups_move_on_when_they_are_scored(streams: Streams) ->
     assert (depths[Stream.UNSCORED].length, depths[Stream.GROUPS].length) == (0, 1)
     [group] = await streams.read_groups(await streams.raise_epoch(0), count=1, block_s=0)
     assert (group.task_id, group.payload) == ("a", b"group of group of task a")
+
+
+async def test_publishing_without_naming_the_task_finds_it(streams: Streams) -> None:
+    await _issue(streams, "a", "b")
+    a, b = await streams.read(Stream.TASKS, "w0", count=2, block_s=0)
+    unnamed = [Publication(Stream.TASKS, d.entry_id, Stream.GROUPS, b"g") for d in (a, b)]
+    assert await streams.publish(unnamed) == [True, True]
+    assert await streams.publish(unnamed) == [False, False]
+    groups = await streams.read_groups(await streams.raise_epoch(0), count=5, block_s=0)
+    assert _ids(groups) == ["a", "b"]
 
 
 async def test_one_call_may_publish_to_several_streams(streams: Streams) -> None:

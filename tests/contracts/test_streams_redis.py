@@ -114,7 +114,9 @@ async def test_a_lost_reply_of_issue_or_publish_changes_nothing_twice(server: Em
 
         [task] = await streams.read(Stream.TASKS, "w0", count=1, block_s=0)
         proxy.drop_replies_of = b"group-one"
-        assert await streams.publish([Publication(Stream.TASKS, task.entry_id, Stream.GROUPS, b"group-one")]) == [False]
+        assert await streams.publish([Publication(Stream.TASKS, task.entry_id, Stream.GROUPS, b"group-one", task.task_id)]) == [
+            False
+        ]
         assert ((await streams.depths())[Stream.GROUPS].length, proxy.dropped) == (1, 2)
 
         epoch = await streams.raise_epoch(0)
@@ -169,7 +171,7 @@ async def test_a_dead_server_is_waited_for_with_a_bound_and_without_sleeping_for
     await streams.open()
     server.kill()
     with pytest.raises(QueueUnavailable, match="cannot be reached for publish"):
-        await streams.publish([Publication(Stream.TASKS, "1-1", Stream.GROUPS, b"g")])
+        await streams.publish([Publication(Stream.TASKS, "1-1", Stream.GROUPS, b"g", "a")])
     assert 25.0 < now[0] <= 30.0
     assert max(waits) <= 1.0
     await streams.close()
