@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -68,19 +67,17 @@ class JsonlRows:
         if not spans:
             raise DataError(f"data.source={str(path)!r} holds no rows")
         self._spans = np.frombuffer(spans, dtype=np.int64).reshape(-1, 3)
-        self._file = path.open("rb")
 
     def num_rows(self) -> int:
         return len(self._spans)
 
     def row(self, index: int) -> Row:
         offset, length, number = (int(part) for part in self._spans[index])
-        line = os.pread(self._file.fileno(), length, offset)
+        with self._path.open("rb") as file:
+            file.seek(offset)
+            line = file.read(length)
         where = f"{self._path}:{number}"
         return _split(_parse_line(line, where), self._prompt_column, where)
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class TableRows:
