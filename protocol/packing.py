@@ -61,7 +61,14 @@ class _Packers(threading.local):
     """One packer per thread, kept: a new one faults in a buffer of a megabyte, at seven times the cost of packing."""
 
     def __init__(self) -> None:
-        self.packer = msgpack.Packer(default=pack_array, use_bin_type=True)
+        self.packer = msgpack.Packer(default=_pack_other, use_bin_type=True)
+
+
+def _pack_other(obj: object) -> msgpack.ExtType:
+    """What msgpack itself cannot pack: our arrays; and integers too large for it, which it hands over too."""
+    if isinstance(obj, int):
+        raise CodecError(f"cannot pack the int {obj}: it is out of range (64 bits)")
+    return pack_array(obj)
 
 
 _packers = _Packers()
