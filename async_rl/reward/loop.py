@@ -168,7 +168,7 @@ class RewardLoop:
         return await self._score(episode_of(task, trajectory, index, self._decode))
 
     async def _publish(self, delivery: Delivery, group: TrajectoryGroup) -> None:
-        publication = Publication(Stream.UNSCORED, delivery.entry_id, Stream.GROUPS, encode(group))
+        publication = Publication(Stream.UNSCORED, delivery.entry_id, Stream.GROUPS, encode(group), delivery.task_id)
         try:
             (fresh,) = await self._send([publication])
         except MessageTooLarge as error:
