@@ -63,13 +63,15 @@ def decide(state: RegistryState, alive_workers: frozenset[str], now: float, *, d
 
 
 def _evict_dead(state: RegistryState, alive_workers: frozenset[str]) -> tuple[Action, ...]:
-    """Engines whose worker is gone: they serve nothing, and a running push does not wait for them."""
-    plan = state.plan
-    awaited = _unsettled(state, plan) if plan is not None and plan.status is PushStatus.PLANNED else ()
-    serving = [name for name, record in state.engines.items() if record.status is EngineStatus.SERVING]
-    fenced = {name for name, record in state.engines.items() if record.status is EngineStatus.FENCED}
-    names = {name for name in (*serving, *awaited) if not _is_alive(state, name, alive_workers)} - fenced
-    return (Evict(tuple(sorted(names)), "its worker's lease ran out"),) if names else ()
+    """Engines whose worker is gone: they serve nothing, and no push waits for them."""
+    names = tuple(
+        sorted(
+            record.engine_id
+            for record in state.engines.values()
+            if record.status is not EngineStatus.FENCED and record.worker_id not in alive_workers
+        )
+    )
+    return (Evict(names, "its worker's lease ran out"),) if names else ()
 
 
 def _candidates(state: RegistryState, alive_workers: frozenset[str]) -> tuple[str, ...]:
@@ -232,7 +234,8 @@ class PushSupervisor:
 
     async def _alive_now(self, state: RegistryState) -> frozenset[str]:
         """The leases, read again after POLL_S, or at once for an engine of a worker that they do not name."""
-        unknown = any(record.worker_id not in self._alive for record in state.engines.values())
+        wanted = (record for record in state.engines.values() if record.status is not EngineStatus.FENCED)
+        unknown = any(record.worker_id not in self._alive for record in wanted)
         if unknown or self._clock() - self._alive_at_s >= POLL_S:
             self._alive = await self._read_alive()
             self._alive_at_s = self._clock()
