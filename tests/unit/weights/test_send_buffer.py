@@ -1,0 +1,113 @@
+"""The flat send buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_rl.errors import ManifestMismatch
+from async_rl.testing.push_targets import TinyPolicy, tiny_probe
+from async_rl.weights.manifest import bucket_views, check_layout, tensor_digest
+from async_rl.weights.send_buffer import SendBuffer, SendBufferPool, named_weights
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+
+
+@given(
+    tensors=st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), min_size=1, max_size=8),
+    wire=st.sampled_from(["float32", "bfloat16"]),
+    bucket_bytes=st.integers(1, 300),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_tensors_come_back_equal_after_the_cast(
+    tensors: list[tuple[tuple[int, ...], torch.dtype]], wire: str, bucket_bytes: int
+) -> None:
+    named = [(f"t{i}", (100 * torch.rand(shape)).to(dtype)) for i, (shape, dtype) in enumerate(tensors)]
+    buffer = SendBuffer.copy_from(named, wire, bucket_bytes=bucket_bytes)
+    manifest = buffer.manifest(epoch=1, version=1, probe=tiny_probe(TinyPolicy(1)), tolerance=1e-4)
+    check_layout(manifest)
+    views = bucket_views(manifest, buffer.buckets)
+    for (name, tensor), entry in zip(named, manifest.entries, strict=True):
+        expected = tensor.to(getattr(torch, wire)) if tensor.is_floating_point() else tensor
+        assert views[name].dtype == expected.dtype
+        assert torch.equal(views[name], expected)
+        assert entry.digest == tensor_digest(expected)
+        assert (entry.name, entry.shape) == (name, tuple(tensor.shape))
+
+
+def test_buckets_close_before_they_grow_too_large_and_a_large_tensor_has_one_of_its_own() -> None:
+    named = [("a", torch.zeros(10)), ("b", torch.zeros(5)), ("c", torch.zeros(100)), ("d", torch.zeros(1))]
+    buffer = SendBuffer.copy_from(named, "float32", bucket_bytes=80)
+    # 40 bytes take 48 with alignment, 20 take 32: 80 together; 400; 4 take 16
+    assert [len(bucket) for bucket in buffer.buckets] == [80, 400, 16]
+    assert [(slot.bucket, slot.offset) for slot in buffer.slots] == [(0, 0), (0, 48), (1, 0), (2, 0)]
+
+
+def test_a_snapshot_is_isolated_from_what_training_does_next() -> None:
+    model = TinyPolicy(1)
+    named, ties, buffers = named_weights(model)
+    buffer = SendBuffer.copy_from(named, "float32", ties=ties, buffer_names=buffers)
+    before = [entry.digest for entry in buffer.entries()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+        model.steps += 1
+    assert [entry.digest for entry in buffer.entries()] == before
+
+
+def test_a_model_is_named_once_with_its_ties_and_buffers() -> None:
+    named, ties, buffers = named_weights(TinyPolicy(1))
+    assert [name for name, _ in named] == ["scale", "steps", "embed.weight", "mix.weight", "mix.bias"]
+    assert ties == (("head.weight", "embed.weight"),)
+    assert buffers == {"scale", "steps"}
+    named, ties, _ = named_weights(TinyPolicy(1, tied=False))
+    assert "head.weight" in dict(named)
+    assert ties == ()
+
+
+def test_the_pool_uses_released_memory_again_and_no_other() -> None:
+    pool = SendBufferPool("float32", 2**16)
+    named, ties, buffers = named_weights(TinyPolicy(1))
+    first = pool.copy_from(named, ties=ties, buffer_names=buffers)
+    second = pool.copy_from(named, ties=ties, buffer_names=buffers)
+    assert second.buckets[0].data_ptr() != first.buckets[0].data_ptr()
+    first.release()
+    newer = TinyPolicy(2)
+    third = pool.copy_from(named_weights(newer)[0], ties=ties, buffer_names=buffers)
+    assert third.buckets[0].data_ptr() == first.buckets[0].data_ptr()
+    assert {entry.name: entry.digest for entry in third.entries()}["mix.bias"] == tensor_digest(newer.mix.bias)
+    assert third.ties == ties
+    assert [slot.name for slot in third.slots if slot.is_buffer] == ["scale", "steps"]
+
+
+def test_tensors_are_read_one_at_a_time_so_that_shards_can_be_gathered_on_the_way() -> None:
+    alive = []
+
+    def gather() -> Iterator[tuple[str, torch.Tensor]]:
+        for i in range(6):
+            alive.append(i)
+            yield f"t{i}", torch.full((8,), float(i))
+
+    buffer = SendBuffer.copy_from(gather(), "float32", bucket_bytes=64)
+    assert alive == list(range(6))
+    again = SendBuffer.copy_from(((f"t{i}", torch.full((8,), 10.0 * i)) for i in range(6)), "float32", into=buffer)
+    assert [float(slot.view(again.buckets)[0]) for slot in again.slots] == [0, 10, 20, 30, 40, 50]
+
+
+def test_names_and_shapes_must_fit_the_layout() -> None:
+    buffer = SendBuffer.copy_from([("a", torch.zeros(2)), ("b", torch.zeros(3))], "float32")
+    with pytest.raises(ManifestMismatch, match="b first"):
+        SendBuffer.copy_from([("a", torch.zeros(2))], "float32", into=buffer)
+    with pytest.raises(ManifestMismatch, match="no tensor of that name"):
+        SendBuffer.copy_from([("c", torch.zeros(2))], "float32", into=buffer)
+    with pytest.raises(ManifestMismatch, match=r"a of shape \(2,\)"):
+        SendBuffer.copy_from([("a", torch.zeros(3))], "float32", into=buffer)
+    with pytest.raises(ManifestMismatch, match="a comes twice"):
+        SendBuffer.copy_from([("a", torch.zeros(2)), ("a", torch.zeros(2))], "float32")
+    with pytest.raises(ManifestMismatch, match="complex64"):
+        SendBuffer.copy_from([("a", torch.zeros(2, dtype=torch.complex64))], "float32")
