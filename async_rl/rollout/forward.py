@@ -40,6 +40,8 @@ class ModuleForward:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
+        # Some models look for padding, and warn, whenever they get no mask; the engine never feeds padding that is seen.
+        cast(Any, model.config).pad_token_id = None
         parameters = inspect.signature(model.forward).parameters
         # transformers renamed the argument during the 5.x series.
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from async_rl.rollout.attention import StepAttention
 from async_rl.rollout.kv_cache import ColumnCache, KeyValue, LayerShape
 
 _CLASSES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
@@ -110,15 +111,13 @@ class FusedLlamaForward:
 
     def decode(self, ids: torch.Tensor, positions: torch.Tensor, bias: torch.Tensor | None, cache: ColumnCache) -> torch.Tensor:
         targets, windows = cache.step_views()
-        groups, kv_heads, dim, scale = self._heads // self._kv_heads, self._kv_heads, self._head_dim, self._scale
+        attention = StepAttention(bias, self._scale)
 
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             keys, values = 2 * layer, 2 * layer + 1
             targets[keys].copy_(key)
             targets[values].copy_(value)
-            grouped = query.view(-1, kv_heads, groups, dim)  # heads that share a key are its queries: nothing is expanded
-            out = functional.scaled_dot_product_attention(grouped, windows[keys], windows[values], attn_mask=bias, scale=scale)
-            return out.reshape(-1, kv_heads * groups * dim)
+            return attention(query, windows[keys], windows[values])
 
         return self._run(ids, positions, cache.cur - cache.lo, attend).mm(self._head)
 

@@ -299,16 +299,19 @@ async def test_a_manifest_of_another_model_is_refused_and_nothing_changes(bench:
 
 
 async def run_across_pushes(bench: Bench, engine: RolloutEngine) -> Sequence[Completion]:
-    """Sample long completions while versions 2, 3, ... are pushed, as fast as they go."""
-    await bench.push(engine, 1)
-    sampling = [params(seed, new=200, temperature=0.8) for seed in range(3)]
-    running = asyncio.ensure_future(engine.generate(PROMPT, sampling))
-    await asyncio.sleep(0)
+    """Sample long completions while versions are pushed as fast as they go, until some completion saw two of them."""
     version = 1
-    while not running.done():
-        version += 1
-        await bench.push(engine, version)
-    return await running
+    await bench.push(engine, version)
+    for attempt in range(20):  # how many pushes fall into one generation is up to the scheduler
+        sampling = [params(100 * attempt + member, new=200, temperature=0.8) for member in range(3)]
+        running = asyncio.ensure_future(engine.generate(PROMPT, sampling))
+        while not running.done():
+            version += 1
+            await bench.push(engine, version)
+        completions = await running
+        if all(len(set(completion.versions.tolist())) >= 2 for completion in completions):
+            return completions
+    raise AssertionError("no push fell into a running generation")
 
 
 async def test_requests_survive_swaps_and_replay_under_the_versions_they_name(bench: Bench) -> None:
@@ -316,7 +319,6 @@ async def test_requests_survive_swaps_and_replay_under_the_versions_they_name(be
     for completion in await run_across_pushes(bench, engine):
         versions = completion.versions
         assert len(versions) == 200
-        assert len(set(versions.tolist())) >= 2
         assert (np.diff(versions) >= 0).all()
         assert (completion.kv_versions == versions).all()
         ids = [*PROMPT, *completion.token_ids.tolist()]
@@ -329,7 +331,6 @@ async def test_requests_survive_swaps_and_replay_under_the_versions_they_name(be
 async def test_kept_kv_is_recorded_as_old(bench: Bench) -> None:
     engine = await bench.engine(kv="keep")
     for completion in await run_across_pushes(bench, engine):
-        assert len(set(completion.versions.tolist())) >= 2
         assert (np.diff(completion.versions) >= 0).all()
         assert set(completion.kv_versions.tolist()) == {completion.versions[0]}
 
