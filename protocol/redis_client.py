@@ -34,7 +34,7 @@ from protocol.errors import EpochFenced, ProtocolError, QueueFull, QueueRefused,
 T = TypeVar("T")
 
 _FENCED_SCRIPTS = frozenset(
-    {"fence", "take_over", "finish", "newly_dead", "finish_dead", "report", "end_run", "clear", "reopen"}
+    {"take_over", "finish", "newly_dead", "finish_dead", "report", "end_run", "clear", "reopen"}
 )  # fmt: skip
 _PLAIN_SCRIPTS = frozenset(
     {

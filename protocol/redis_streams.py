@@ -197,10 +197,9 @@ class RedisStreams:
         return _deliveries(Stream.GROUPS, claimed)
 
     async def read_groups(self, epoch: int, *, count: int, block_s: float) -> Sequence[Delivery]:
-        await self._trainer("fence", [], [epoch])
         command = self._read_command(Stream.GROUPS, trainer_consumer(epoch), count, block_s)
         reply, current = await self._client.pipeline([command, ("HGET", self.keys.state, "epoch")], block_s=block_s)
-        if int(current or 0) > epoch:  # somebody started while this one waited, and will take over what it just read
+        if int(current or 0) > epoch:  # somebody newer has started, and will take over what this one just read
             raise EpochFenced(f"this trainer (epoch {epoch}) is fenced: epoch {int(current)} has started; it must stop")
         return _read_deliveries(Stream.GROUPS, reply)
 

@@ -196,7 +196,7 @@ class Streams(Protocol):
         ...
 
     async def read_groups(self, epoch: int, *, count: int, block_s: float) -> Sequence[Delivery]:
-        """Read `groups` as the trainer of `epoch`. Raises: EpochFenced."""
+        """Read `groups` as the trainer of `epoch`. Raises: EpochFenced; what a fenced trainer took is claimed by `take_over`."""
         ...
 
     async def finish(self, epoch: int, finished: Sequence[Finished]) -> None:

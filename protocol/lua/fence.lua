@@ -1,2 +1,0 @@
--- After _fence: nothing more. KEYS state none; ARGV epoch
-return current
