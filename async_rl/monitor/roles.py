@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+_ENDS = {0: "done", 128 + signal.SIGTERM: "stopped", 128 + signal.SIGKILL: "killed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +22,7 @@ class RoleState:
     def label(self) -> str:
         if self.exit_code is None:
             return "running"
-        return "done" if self.exit_code == 0 else f"failed ({self.exit_code})"
+        return _ENDS.get(self.exit_code, f"failed ({self.exit_code})")
 
 
 class Display(Protocol):

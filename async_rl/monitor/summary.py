@@ -90,7 +90,7 @@ def _curve(page: SummaryPage, width: int) -> RenderableType:
     window = max(1, min(25, len(rewards) // 20))
     high = max(1.0, *rewards)
     lines = curve_with_axes(
-        smooth(rewards, window), width=width, height=8, low=min(0.0, *rewards), high=high, x_label=f" step {len(rewards)}"
+        smooth(rewards, window), width=width, height=9, low=min(0.0, *rewards), high=high, x_label=f" step {len(rewards)}"
     )
     title = Text(f"reward while training (mean of {window} steps)", style="dim")
     return Group(title, *(Text(line, style="green", no_wrap=True) for line in lines))
@@ -150,9 +150,7 @@ def _places(places: Sequence[tuple[str, Path]]) -> RenderableType:
 
 
 def _next(page: SummaryPage) -> RenderableType:
-    table = Table.grid(padding=(0, 3))
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column(style="dim")
+    lines: list[RenderableType] = [Text("Try next")]
     for command, what in page.next_commands:
-        table.add_row(Text(f"  {command}"), what)
-    return Group(Text("Try next"), table)
+        lines += [Text(f"  {command}", style="bold", overflow="fold"), Text(f"      {what}", style="dim")]
+    return Group(*lines)

@@ -144,7 +144,7 @@ class RunView:
 def _roles(roles: Sequence[RoleState]) -> Text:
     text = Text()
     for role in roles:
-        color = "green" if role.exit_code is None else "dim" if role.exit_code == 0 else "red"
+        color = {"running": "green", "done": "dim", "stopped": "dim"}.get(role.label, "red")
         text.append("● ", style=color).append(f"{role.name} ")
         if role.exit_code is not None:
             text.append(f"{role.label} ", style=color)

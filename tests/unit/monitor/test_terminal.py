@@ -84,6 +84,14 @@ def test_plain_lines_say_when_a_role_ends(layout: RunLayout) -> None:
     assert screen.text == "trainer: failed (3)\n"
 
 
+@pytest.mark.parametrize(
+    ("code", "label"),
+    [(None, "running"), (0, "done"), (1, "failed (1)"), (139, "failed (139)"), (143, "stopped"), (137, "killed")],
+)
+def test_a_role_that_was_told_to_stop_did_not_fail(code: int | None, label: str) -> None:
+    assert RoleState("trainer", 11, code).label == label
+
+
 def test_the_panel_shows_everything_within_its_width(layout: RunLayout) -> None:
     layout.metrics_jsonl.write_text(
         line(1)
