@@ -10,6 +10,7 @@ import asyncio
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from pathlib import Path
@@ -92,6 +93,7 @@ class TorchEngine:
         self._reason = "no version was served yet"
         self._paused_since_s: float | None = None
         self._failure: EngineError | None = None
+        self._taken: deque[_Message] = deque()  # the thread's: messages out of the inbox, not yet handled
         self._open: dict[int, Request] = {}  # the thread's: every request that it has not answered
         self._thread: threading.Thread | None = None
 
@@ -244,7 +246,9 @@ class TorchEngine:
         batch = model.batch
         while True:
             serving = self._phase is Phase.SERVING
-            for message in self._messages(wait=not serving or batch.is_idle):
+            self._take_messages(wait=not serving or batch.is_idle)
+            while self._taken:
+                message = self._taken.popleft()
                 if isinstance(message, _Close):
                     return
                 self._handle(message, model)
@@ -253,28 +257,26 @@ class TorchEngine:
             elif self._paused_since_s is not None and self._now() - self._paused_since_s >= self._wait_timeout_s:
                 self._give_up_waiting(model)
 
-    def _messages(self, *, wait: bool) -> list[_Message]:
-        """What the inbox holds now; if `wait`, not before there is something, or requests have waited too long."""
-        messages: list[_Message] = []
+    def _take_messages(self, *, wait: bool) -> None:
+        """Take what the inbox holds; if `wait`, not before there is something, or requests have waited too long."""
         if wait:
             timeout = None
             if self._open and self._paused_since_s is not None:
                 timeout = max(0.0, self._paused_since_s + self._wait_timeout_s - self._now())
             try:
-                messages.append(self._inbox.get(timeout=timeout))
+                self._taken.append(self._inbox.get(timeout=timeout))
             except queue.Empty:
-                return messages
+                return
         while not self._inbox.empty():
-            messages.append(self._inbox.get())
-        return messages
+            self._taken.append(self._inbox.get())
 
     def _handle(self, message: _Submit | _Abort | _Call, model: LoadedModel) -> None:
         match message:
             case _Submit(requests):
-                for request in requests:
-                    if not request.cancelled:
-                        self._open[id(request)] = request
-                        model.batch.submit(request)
+                wanted = {id(request): request for request in requests if not request.cancelled}
+                self._open.update(wanted)  # all before the first is touched: whoever is in here gets an answer
+                for request in wanted.values():
+                    model.batch.submit(request)
             case _Abort(request):
                 request.cancelled = True
                 if self._open.pop(id(request), None) is not None:
@@ -337,7 +339,8 @@ class TorchEngine:
 
     def _fail_everything(self, reason: EngineError) -> None:
         self._failure, self._phase, self._reason = reason, Phase.WITHDRAWN, str(reason)
-        for message in self._messages(wait=False):
+        self._take_messages(wait=False)
+        for message in self._taken:
             match message:
                 case _Submit(requests):
                     self._open.update({id(request): request for request in requests})

@@ -192,3 +192,13 @@ async def test_requests_of_one_turn_of_the_loop_are_admitted_together(start: Sta
     await engine.serve(0)
     await asyncio.gather(*[engine.generate(PROMPT, [replace(LONG, seed=seed, max_new_tokens=5)]) for seed in range(20)])
     assert [count for count in waiting_at_step if count] == [20]
+
+
+async def test_a_request_right_behind_the_closing_is_answered(start: Start) -> None:
+    engine = await start()
+    await engine.serve(0)
+    closing = asyncio.ensure_future(engine.close())  # its message is sent one turn of the loop before the requests'
+    waiting = [asyncio.ensure_future(engine.generate(PROMPT, [LONG])) for _ in range(3)]
+    results = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 30)
+    assert [type(result) for result in results] == [EngineError] * 3
+    await closing
