@@ -71,12 +71,12 @@ class Keys:
 
     @property
     def registry_manifest(self) -> str:
-        """Hash: version → encoded manifest, while it may be asked for."""
+        """Hash: `epoch:version` → encoded manifest, while it may be asked for."""
         return f"{self.prefix}registry:manifest"
 
     @property
     def registry_changes(self) -> str:
-        """Pub/sub channel: the registry's revision after every change."""
+        """Stream of one entry, `{revision}-0`: whoever waits for a change reads it with XREAD BLOCK."""
         return f"{self.prefix}registry:changes"
 
 

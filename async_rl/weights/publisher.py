@@ -38,6 +38,7 @@ class PushRequest:
     trained_through: int
     discarded: int
     blocked_s: float = 0.0  # how long the trainer stood still for snapshot and probe
+    tolerance: float | None = None  # of the proof; None: weights.probe_tolerance
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,7 @@ class Publisher:
         self._waiting: tuple[PushRequest, float] | None = None
         self._submitted = asyncio.Event()
         self._newest: int | None = None
+        self._announced: Announcement | None = None  # the newest push that the registry took
         self._kept: dict[int, _Kept] = {}
         self._started: tuple[int, int] | None = None  # version, generation of the plan that was sent, or tried
         self._finished: tuple[int, int] | None = None
@@ -139,7 +141,7 @@ class Publisher:
         return True
 
     def close(self) -> None:
-        """Let go of the process group and the store."""
+        """Let go of the process group."""
         self._sender.close()
 
     async def run(self) -> None:
@@ -167,13 +169,17 @@ class Publisher:
                 self._epoch, request.version, request.trained_through, request.discarded, push, self._sender.address
             )
             await self._insist(partial(self._registry.announce, announcement))
+            self._announced = announcement
             self._log.info(
                 Event.VERSION_ANNOUNCED, version=request.version, epoch=self._epoch, bytes=request.snapshot.num_bytes
             )
 
     def _prepare(self, request: PushRequest) -> Manifest:
         manifest = request.snapshot.manifest(
-            epoch=self._epoch, version=request.version, probe=request.probe, tolerance=self._weights.probe_tolerance
+            epoch=self._epoch,
+            version=request.version,
+            probe=request.probe,
+            tolerance=self._weights.probe_tolerance if request.tolerance is None else request.tolerance,
         )
         return self._sender.prepare(manifest, request.snapshot)
 
@@ -183,6 +189,7 @@ class Publisher:
             state = await self._insist(self._registry.state)
             await self._note_finished(state.finished)
             await self._forget(state)
+            await self._remind(state)
             plan = state.plan
             if plan is not None and plan.epoch == self._epoch and plan.status is PushStatus.PLANNED:
                 self._mark(plan, "planned")
@@ -236,6 +243,14 @@ class Publisher:
             self._kept.pop(version).request.snapshot.release()
         if gone:
             await asyncio.to_thread(self._sender.forget, frozenset(self._kept))
+
+    async def _remind(self, state: RegistryState) -> None:
+        """A server that came back without the newest push is told again: its snapshot is still here."""
+        newest = self._announced
+        if newest is None or state.epoch > self._epoch:
+            return
+        if state.pushable_version is None or state.pushable_version < newest.version:
+            await self._insist(partial(self._registry.announce, newest))
 
     async def _insist(self, call: Callable[[], Awaitable[T]]) -> T:
         """Ask the registry until it answers: training goes on meanwhile, and says itself when the queue stays away."""

@@ -153,6 +153,26 @@ async def test_a_server_that_is_away_is_asked_again(scene: Scene) -> None:
     await scene.announced(1)
 
 
+async def test_a_server_that_came_back_empty_is_told_the_newest_push_again(scene: Scene) -> None:
+    await scene.submit(3)
+    await scene.announced(3)
+    scene.registry = FlakyRegistry(lambda: 1)
+    scene.publisher._registry = scene.registry
+    state = await scene.announced(3)
+    assert state.trained_through == {3: 48}
+    assert await scene.registry.manifest(1, 3) is not None
+
+
+async def test_a_request_may_bring_its_own_tolerance(scene: Scene) -> None:
+    model = TinyPolicy(1)
+    buffer = SendBuffer.copy_from(named_weights(model)[0], "bfloat16")
+    await scene.publisher.submit(PushRequest(1, buffer, tiny_probe(model), 0, 0, tolerance=0.03))
+    await scene.announced(1)
+    data = await scene.registry.manifest(1, 1)
+    assert data is not None
+    assert decode_manifest(data).tolerance == 0.03
+
+
 async def test_a_newer_trainer_ends_the_older_ones_publisher(scene: Scene) -> None:
     scene.epoch = 2
     await scene.submit(1)
