@@ -1,6 +1,6 @@
 """Packed against padded train step: real tokens per second and memory, the same model, head, loss and optimizer.
 
-python tests/bench/bench_train_step.py [--out runs/bench] [--repeats 5] [--threads 1]
+python tests/bench/bench_train_step.py [--out runs/bench] [--repeats 3] [--threads 1]
 
 16 sequences of 32 to 512 tokens (uniform), the second half of each trained; 30 M parameters, vocabulary 32k, float32. The
 baseline pads them to [16, 512] with an attention mask, as is usual. Each variant runs in a process of its own; timed steps
@@ -232,7 +232,7 @@ def show(metrics: Mapping[str, Metric]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

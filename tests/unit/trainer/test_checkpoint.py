@@ -27,9 +27,10 @@ from async_rl.trainer.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
 )
+from async_rl.trainer.distributed import joined_ranks
 from async_rl.trainer.export import export_checkpoint, export_hf
 from async_rl.trainer.packing import pack
-from async_rl.trainer.policy import PolicyModel, load_policy
+from async_rl.trainer.policy import PolicyModel, PolicyOptions, load_policy
 from async_rl.trainer.step import StepSettings, make_optimizer, train_step
 
 SETTINGS = StepSettings(decoupled_clip, LossSettings(ClipRange(0.2, 0.28)))
@@ -98,6 +99,24 @@ def test_random_state_comes_back(model: Path, tmp_path: Path) -> None:
     expected = torch.rand(4)
     load_checkpoint(open_checkpoint(path), policy, optimizer)
     assert torch.equal(torch.rand(4), expected)
+
+
+def test_a_sharded_bfloat16_rank_saves_its_float32_weights_even_right_after_scoring(model: Path, tmp_path: Path) -> None:
+    with joined_ranks() as ranks:
+        policy = load_policy(model, options=PolicyOptions(dtype=torch.bfloat16), mesh=ranks.mesh)
+        optimizer = make_optimizer(policy, learning_rate=1e-3)
+        train(policy, optimizer, 1)
+        policy.score([[3, 4, 5]], temperature=1.0)
+        save_checkpoint(tmp_path, policy, optimizer, step=1)
+        expected = {name: tensor.clone() for name, tensor in policy.named_full_tensors()}
+        found = find_latest(tmp_path).latest
+        assert found is not None
+        load_checkpoint(found, policy, optimizer)
+        train(policy, optimizer, 2)
+    plain, other = learner(model)
+    load_checkpoint(found, plain, other)
+    assert_equal(dict(plain.named_full_tensors()), expected)
+    assert {tensor.dtype for tensor in everything(plain, other).values()} == {torch.float32}
 
 
 @pytest.fixture
