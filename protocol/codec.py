@@ -27,12 +27,14 @@ from protocol.messages import (
     Trajectory,
     TrajectoryGroup,
     Turn,
+    UInt8Array,
 )
 from protocol.packing import check_json, nearest, pack, pack_array, pack_unchecked, unpack, unpack_unchecked
 from protocol.records import (
     FieldError,
     Record,
     anything,
+    below,
     each,
     integer,
     mapping,
@@ -50,6 +52,7 @@ __all__ = ["check_trajectory", "decode", "decode_group", "decode_task", "encode"
 
 _INT32, _FLOAT32, _UINT8 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
 _FOUR_INTS, _TURN_TYPES = [int, int, int, int], [int, int, str]
+_SHORT_TOKENS = 4096
 _FLOATS, _STRINGS = {float}, {str}
 _FINISH = {reason.value: reason for reason in FinishReason}
 _TASK_KIND, _GROUP_KIND = "prompt_task", "trajectory_group"
@@ -137,22 +140,34 @@ def _pack_group(group: TrajectoryGroup) -> dict[str, Any]:
 
 
 def _pack_trajectory(t: Trajectory) -> dict[str, Any]:
-    arrays = {
-        "token_ids": under("token_ids", pack_array, t.token_ids, _INT32),
-        "loss_mask": under("loss_mask", pack_array, t.loss_mask, _UINT8),
-        "behavior_logprobs": under("behavior_logprobs", pack_array, t.behavior_logprobs, _FLOAT32),
-    }
+    at = "token_ids"  # which field is in hand, for the path of an error; cheaper than a call per field
+    try:
+        token_ids = pack_array(t.token_ids, _INT32)
+        at = "loss_mask"
+        loss_mask = pack_array(t.loss_mask, _UINT8)
+        at = "behavior_logprobs"
+        behavior_logprobs = pack_array(t.behavior_logprobs, _FLOAT32)
+        at = "sampling"
+        sampling = _pack_sampling(t.sampling)
+        at = "timings"
+        timings = TIMINGS.pack(t.timings)
+        at = "reward"
+        reward = None if t.reward is None else _pack_reward(t.reward)
+    except CodecError as error:
+        raise below(at, error) from None
     check_trajectory(t)
     return {
-        **arrays,
+        "token_ids": token_ids,
+        "loss_mask": loss_mask,
+        "behavior_logprobs": behavior_logprobs,
         "versions": each("versions", _pack_span, t.versions),
-        "sampling": under("sampling", _pack_sampling, t.sampling),
+        "sampling": sampling,
         "turns": each("turns", _pack_turn, t.turns),
         "finish_reason": str(t.finish_reason),
-        "timings": under("timings", TIMINGS.pack, t.timings),
+        "timings": timings,
         "worker_id": text(t.worker_id, "worker_id"),
         "engine_id": text(t.engine_id, "engine_id"),
-        "reward": None if t.reward is None else under("reward", _pack_reward, t.reward),
+        "reward": reward,
     }
 
 
@@ -213,18 +228,27 @@ def _read_trajectory(body: Any) -> Trajectory:
     (token_ids, loss_mask, logprobs, versions, sampling, turns, finish_reason, timings, worker_id, engine_id, reward) = (
         TRAJECTORY.read(body)
     )
+    at = "sampling"  # which field is in hand, for the path of an error; cheaper than a call per field
+    try:
+        sampling = _read_sampling(sampling)
+        at = "timings"
+        timings = Timings(*TIMINGS.read(timings))
+        at = "reward"
+        reward = None if reward is None else _read_reward(reward)
+    except CodecError as error:
+        raise below(at, error) from None
     trajectory = Trajectory(
         _array(token_ids, _INT32, "token_ids"),
         _array(loss_mask, _UINT8, "loss_mask"),
         _array(logprobs, _FLOAT32, "behavior_logprobs"),
         tuple(each("versions", _read_span, sequence(versions, "versions"))),
-        under("sampling", _read_sampling, sampling),
+        sampling,
         tuple(each("turns", _read_turn, sequence(turns, "turns"))),
         _finish_reason(finish_reason),
-        under("timings", _read_timings, timings),
+        timings,
         worker_id,
         engine_id,
-        None if reward is None else under("reward", _read_reward, reward),
+        reward,
     )
     check_trajectory(trajectory)
     return trajectory
@@ -249,10 +273,6 @@ def _read_sampling(body: Any) -> SamplingParams:
     temperature, max_new_tokens, seed, stop_token_ids, top_p, top_k = SAMPLING.read(body)
     stops = tuple([integer(token_id, "stop_token_ids") for token_id in stop_token_ids])
     return SamplingParams(temperature, max_new_tokens, seed, stops, top_p, top_k)
-
-
-def _read_timings(body: Any) -> Timings:
-    return Timings(*TIMINGS.read(body))
 
 
 def _read_reward(body: Any) -> Reward:
@@ -299,13 +319,26 @@ def check_trajectory(t: Trajectory) -> None:
         raise FieldError(
             "versions", f"cover tokens {_ranges(covered)}, but turns sampled {_ranges(sampled)}; they must be equal"
         )
-    num_trained = np.count_nonzero(mask)
-    if num_trained != sum([np.count_nonzero(mask[start:end]) for start, end in sampled]):
-        raise FieldError(
-            "loss_mask", f"trains {num_trained} tokens, some of them outside the sampled ranges {_ranges(sampled)}"
-        )
-    if num_trained and np.maximum.reduce(mask) > 1:
-        raise FieldError("loss_mask", f"holds {mask.max()}; it may hold 0 and 1 only")
+    _check_mask(mask, sampled)
+
+
+def _check_mask(mask: UInt8Array, sampled: list[tuple[int, int]]) -> None:
+    """0 or 1 everywhere, 1 only where sampled. Short masks as bytes: numpy costs more per call than the work."""
+    if len(mask) <= _SHORT_TOKENS:
+        flags = mask.tobytes()
+        if flags.translate(None, b"\x00\x01"):
+            raise FieldError("loss_mask", f"holds {max(flags)}; it may hold 0 and 1 only")
+        outside, last = 0, 0
+        for start, end in sampled:
+            outside += flags.count(1, last, start)
+            last = end
+        outside += flags.count(1, last)
+    else:
+        if mask.max() > 1:
+            raise FieldError("loss_mask", f"holds {mask.max()}; it may hold 0 and 1 only")
+        outside = int(np.count_nonzero(mask)) - sum([int(np.count_nonzero(mask[start:end])) for start, end in sampled])
+    if outside:
+        raise FieldError("loss_mask", f"trains {outside} tokens outside the sampled ranges {_ranges(sampled)}")
 
 
 def _merged(name: str, parts: Iterable[Turn | VersionSpan], length: int) -> list[tuple[int, int]]:

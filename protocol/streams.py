@@ -196,7 +196,7 @@ class Streams(Protocol):
         ...
 
     async def read_groups(self, epoch: int, *, count: int, block_s: float) -> Sequence[Delivery]:
-        """Read `groups` as the trainer of `epoch`. Raises: EpochFenced; what a fenced trainer took is claimed by `take_over`."""
+        """Read `groups` as the trainer of `epoch`. Raises: EpochFenced; `take_over` gets what a fenced trainer took."""
         ...
 
     async def finish(self, epoch: int, finished: Sequence[Finished]) -> None:

@@ -194,7 +194,7 @@ INCONSISTENT: list[tuple[dict[str, Any], str]] = [
     ({"turns": (Turn(3, 5, FinishReason.STOP), Turn(4, 8, FinishReason.STOP))}, r"turns\[1\]: \[4, 8\) must lie in \[5, 8\)"),
     ({"turns": (Turn(5, 3, FinishReason.STOP),)}, r"turns\[0\]: \[5, 3\)"),
     ({"turns": ()}, r"but turns sampled none"),
-    ({"loss_mask": np.array([0, 0, 1, 1, 1, 0, 1, 0], np.uint8)}, r"loss_mask: trains 4 tokens, some of them outside"),
+    ({"loss_mask": np.array([0, 0, 1, 1, 1, 0, 1, 0], np.uint8)}, r"loss_mask: trains 1 tokens outside the sampled ranges \[3, 5"),
     ({"loss_mask": np.array([0, 0, 0, 2, 1, 0, 1, 0], np.uint8)}, r"loss_mask: holds 2"),
 ]  # fmt: skip
 
@@ -262,6 +262,27 @@ def test_a_task_that_is_no_task_is_refused_by_the_sender(changes: dict[str, Any]
 def test_only_messages_are_encoded() -> None:
     with pytest.raises(CodecError, match="Trajectory is not a message; messages: PromptTask, TrajectoryGroup"):
         encode(_trajectory())  # type: ignore[arg-type]  # on purpose
+
+
+@pytest.mark.parametrize("length", [4096, 4097, 20_000])
+@pytest.mark.parametrize(
+    ("position", "value", "message"), [(2, 1, "trains 1 tokens outside"), (-1, 1, "outside"), (50, 2, "holds 2")]
+)
+def test_masks_of_any_length_are_checked(length: int, position: int, value: int, message: str) -> None:
+    mask = np.zeros(length, np.uint8)
+    mask[10 : length - 1] = 1
+    long = _trajectory(
+        token_ids=np.zeros(length, np.int32),
+        behavior_logprobs=np.zeros(length, np.float32),
+        loss_mask=mask,
+        turns=(Turn(10, length - 1, FinishReason.STOP),),
+        versions=(VersionSpan(10, length - 1, 1, 1),),
+    )
+    _assert_same(long, decode_group(encode(_group(long))).trajectories[0])
+    wrong = mask.copy()
+    wrong[position] = value
+    with pytest.raises(CodecError, match=message):
+        encode(_group(replace(long, loss_mask=wrong)))
 
 
 # -- frames that are not ours ----------------------------------------------------------------------------------------
@@ -371,7 +392,7 @@ def test_a_pickle_is_refused_and_never_executed(tmp_path: Path, protocol: int) -
 # -- pack and unpack -------------------------------------------------------------------------------------------------
 def test_pack_keeps_values_and_arrays() -> None:
     arrays = {dtype.name: np.arange(3).astype(dtype) for dtype in ARRAY_DTYPES.values()}
-    sent = {"none": None, "list": [1, -2, 2**63, 0.5, "x", b"y", True], "deep": {"er": [{}]}, "arrays": arrays}
+    sent: dict[str, Any] = {"none": None, "list": [1, -2, 2**63, 0.5, "x", b"y", True], "deep": {"er": [{}]}, "arrays": arrays}
     got = unpack(pack(sent))
     for name, array in arrays.items():
         assert got["arrays"][name].dtype == array.dtype
