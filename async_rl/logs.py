@@ -19,6 +19,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -64,6 +65,7 @@ class Event(StrEnum):
     PUSH_STARTED = "push.started"
     PUSH_LIVE = "push.live"
     PUSH_FAILED = "push.failed"
+    PUSH_MEASURED = "push.measured"
     ENGINE_SERVING = "engine.serving"
     ENGINE_EVICTED = "engine.evicted"
     ENGINE_FENCED = "engine.fenced"
@@ -170,7 +172,8 @@ class LineFile:
     def _complain(self, error: OSError) -> None:
         if not self._complained:
             self._complained = True
-            print(f"warning: {self._path} cannot be written ({error.strerror}); log lines are lost", file=sys.stderr)
+            with suppress(OSError):
+                print(f"warning: {self._path} cannot be written ({error.strerror}); log lines are lost", file=sys.stderr)
 
 
 def to_json(fields: Mapping[str, Any]) -> str:
@@ -229,7 +232,8 @@ class _Outputs:
         if "exception" in fields:
             shown["error"] = str(fields["exception"]).rstrip().rpartition("\n")[2]
         assert self.renderer is not None
-        print(self.renderer(None, "", shown), file=self.console)
+        with suppress(OSError):  # the console may be a file on a full disk
+            print(self.renderer(None, "", shown), file=self.console)
 
 
 @dataclass(slots=True)

@@ -22,7 +22,15 @@ from workers.connect import connect, run_until_stopped
 
 
 def main() -> None:
-    role_main("rollout", run)
+    role_main("rollout", run, plan=plan)
+
+
+def plan(arguments: RoleArguments) -> dict[str, str]:
+    """Checks of --dry-run. Raises: DataError."""
+    from async_rl.launch.inputs import require_model  # not for a role that runs: it brings pyarrow
+
+    require_model(arguments.config)
+    return {}
 
 
 def run(arguments: RoleArguments) -> None:
@@ -44,6 +52,7 @@ async def _serve(arguments: RoleArguments) -> None:
         max_groups_in_flight=config.rollout.max_groups_in_flight,
         lease_s=config.redis.lease_s,
         max_deliveries=config.redis.max_deliveries,
+        reopen_wait_s=config.redis.retry_s,
         unscored=config.reward.placement == "workers",
         metrics_path=arguments.layout.worker_metrics_jsonl(f"rollout-{arguments.index}"),
     )

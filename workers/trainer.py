@@ -7,6 +7,7 @@ import os
 
 import torch
 
+from async_rl.config import RunConfig
 from async_rl.registry.redis_registry import RedisRegistry
 from async_rl.trainer.distributed import Ranks, joined_ranks
 from async_rl.trainer.learner import Learner
@@ -19,7 +20,15 @@ STOPPED = 143  # 128 + SIGTERM: asked to stop before the run had ended
 
 
 def main() -> None:
-    role_main("trainer", run)
+    role_main("trainer", run, plan=plan)
+
+
+def plan(arguments: RoleArguments) -> dict[str, str]:
+    """Checks of --dry-run. Raises: DataError."""
+    from async_rl.launch.inputs import require_model  # not for a role that runs: it brings pyarrow
+
+    require_model(arguments.config)
+    return {}
 
 
 def run(arguments: RoleArguments) -> None:
@@ -32,6 +41,7 @@ def run(arguments: RoleArguments) -> None:
             dtype=getattr(torch, config.dtype),
             chunk_tokens=config.logprob_chunk_tokens,
             activation_checkpointing=config.activation_checkpointing,
+            measure_rounding=rounds(arguments.config),
         )
         policy = load_policy(arguments.config.model.path, options=options, mesh=ranks.mesh)
         learner = Learner(arguments.config, policy, ranks)
@@ -41,6 +51,11 @@ def run(arguments: RoleArguments) -> None:
         result = asyncio.run(_lead(arguments, learner, ranks))
     if not result.finished:
         raise SystemExit(STOPPED)
+
+
+def rounds(config: RunConfig) -> bool:
+    """Whether trainer, wire or engine rounds to bfloat16, so that engine and trainer cannot agree to float32's precision."""
+    return "bfloat16" in {config.trainer.dtype, config.weights.wire_dtype, config.rollout.dtype}
 
 
 async def _lead(arguments: RoleArguments, learner: Learner, ranks: Ranks) -> TrainerResult:

@@ -20,7 +20,8 @@ from async_rl.rollout.group import GroupRollout
 from async_rl.run_dir.files import JsonLinesWriter
 from protocol.codec import decode_task, encode
 from protocol.messages import PromptTask, TrajectoryGroup
-from protocol.streams import Delivery, Publication, RunState, Stream, Streams
+from protocol.run_end import RunEnd
+from protocol.streams import Delivery, Publication, Stream, Streams
 
 READ_BLOCK_S = 1.0
 METRICS_EVERY_S = 2.0
@@ -43,6 +44,7 @@ class RolloutSettings:
     max_groups_in_flight: int
     lease_s: float
     max_deliveries: int
+    reopen_wait_s: float
     unscored: bool  # publish to `unscored`, for reward workers
     metrics_path: Path | None = None
 
@@ -75,6 +77,7 @@ class RolloutLoop:
         self._served = False
         self._stopping = asyncio.Event()
         self._usage = _Usage(clock)
+        self._run_end = RunEnd(streams, reopen_wait_s=settings.reopen_wait_s, clock=clock)
         self._target = Stream.UNSCORED if settings.unscored else Stream.GROUPS
 
     def stop(self) -> None:
@@ -108,8 +111,7 @@ class RolloutLoop:
                 continue
             count = self._settings.max_groups_in_flight - len(self._in_flight)
             deliveries = await self._streams.read(Stream.TASKS, self._settings.worker_id, count=count, block_s=READ_BLOCK_S)
-            if not deliveries and (await self._streams.counters()).state is RunState.ENDED:
-                self._log.info(Event.RUN_ENDED)
+            if not deliveries and await self._is_over():
                 return
             if self._clock() - last_claim >= self._settings.lease_s / 2:
                 last_claim = self._clock()
@@ -127,9 +129,15 @@ class RolloutLoop:
             async with asyncio.timeout(READ_BLOCK_S if self._served else SERVING_POLL_S):
                 await self._room.wait()
         except TimeoutError:
-            if (await self._streams.counters()).state is RunState.ENDED:
+            if await self._is_over():
                 self._stopping.set()
         return False
+
+    async def _is_over(self) -> bool:
+        if not await self._run_end.is_over((await self._streams.counters()).state):
+            return False
+        self._log.info(Event.RUN_ENDED)
+        return True
 
     def _start(self, groups: asyncio.TaskGroup, delivery: Delivery) -> None:
         self._usage.begin(len(self._in_flight))
@@ -162,8 +170,12 @@ class RolloutLoop:
                 return await self._rollout.run(task)
             except NotServing as error:
                 self._log.warning(Event.WAITING, waiting_for="a proven version", task_id=task.task_id, error=str(error))
-                while self._engine.serving_version is None:
-                    await asyncio.sleep(SERVING_POLL_S)
+                await self._until_served()
+
+    async def _until_served(self) -> None:
+        """The engine tells nobody when it serves again; it is asked."""
+        while self._engine.serving_version is None:  # noqa: ASYNC110 - there is no event to wait for
+            await asyncio.sleep(SERVING_POLL_S)
 
     async def _publish_finished(self) -> None:
         while True:
@@ -178,7 +190,7 @@ class RolloutLoop:
         publications: list[Publication] = []
         for delivery, _, group in batch:
             target = Stream.GROUPS if group.is_scored else self._target
-            publications.append(Publication(Stream.TASKS, delivery.entry_id, target, encode(group)))
+            publications.append(Publication(Stream.TASKS, delivery.entry_id, target, encode(group), group.task_id))
         try:
             accepted = await self._send(publications)
         except MessageTooLarge as error:

@@ -138,7 +138,8 @@ class Intake:
         wanted = self._settings.groups_per_step * steps
         if len(trainable) < wanted and not (partial and trainable):
             return []
-        drawn = trainable[:wanted]
+        # Oldest version first, then as they came: who waits longest ages out next, and slow prompts would lose to fast ones.
+        drawn = sorted(trainable, key=lambda task_id: _oldest_version(self._pending[task_id].group))[:wanted]
         size = self._settings.groups_per_step
         batch = self.num_steps
         chunks = [drawn[start : start + size] for start in range(0, len(drawn), size)]
@@ -228,3 +229,8 @@ class Intake:
     def _append_and_sync(self, records: Sequence[Record]) -> None:
         self._log.append(records)
         self._log.sync()
+
+
+def _oldest_version(group: TrajectoryGroup) -> int:
+    versions = [trajectory.oldest_version for trajectory in group.trajectories]
+    return min((version for version in versions if version is not None), default=0)

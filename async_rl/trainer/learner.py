@@ -31,7 +31,7 @@ from async_rl.trainer.policy import PolicyModel
 from async_rl.trainer.samples import TrainingSample, to_training_samples
 from async_rl.trainer.schedule import Schedule
 from async_rl.trainer.step import StepSettings, StepStats, make_optimizer, policy_logprobs, train_step
-from async_rl.weights.manifest import Probe
+from async_rl.weights.manifest import Probe, Tolerance
 from async_rl.weights.send_buffer import SendBuffer, SendBufferPool
 from protocol.packing import pack
 from protocol.packing import unpack as unpack_message
@@ -127,6 +127,12 @@ class Learner:
         scores = self._call("score", {"sequences": sequences, "temperature": temperature})
         buffer: SendBuffer = self._call("gather", {})
         return buffer, Probe(tuple(sequences), tuple(scores), temperature)
+
+    def tolerance(self) -> Tolerance:
+        """What the proof of a push accepts: float32 everywhere, the maximum; else the mean, within three times the noise
+        that bfloat16 makes on this model."""
+        noise = self._policy.rounding_noise
+        return Tolerance(self._config.weights.probe_tolerance) if noise is None else Tolerance(3 * noise, "mean")
 
     def random_sequences(self, count: int) -> list[list[int]]:
         """Token ids for a probe before anything was sampled; the same at every call."""

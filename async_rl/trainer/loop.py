@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +70,7 @@ class _Pushes:
 
     def add(self, stats: PushStats) -> None:
         self.finished.append(stats)
+        get_logger().info(Event.PUSH_MEASURED, **stats.to_record())
 
     def take(self) -> list[dict[str, Any]]:
         taken, self.finished = self.finished, []
@@ -221,11 +223,9 @@ class TrainerLoop:
         first = batch[0]
         for number, planned in enumerate(batch):
             last = number == len(batch) - 1
-            step = (
-                first
-                if number == 0
-                else await intake.compose_next(planned, progress.version, batch=first.record.batch, last=last)
-            )
+            step = planned
+            if number > 0:
+                step = await intake.compose_next(planned, progress.version, batch=first.record.batch, last=last)
             applied = await self._apply(step, intake, progress, metrics, waited_s=waited_s, replayed=False)
             await self._announce(applied, intake, progress, publisher)
             waited_s = 0.0
@@ -271,6 +271,7 @@ class TrainerLoop:
             trained_through=self._trained_through,
             discarded=intake.discarded,
             blocked_s=self._now() - started,
+            tolerance=self._learner.tolerance(),
         )
         await publisher.submit(request)
         self._clock.blocked_by_push += self._now() - started
@@ -322,8 +323,8 @@ class TrainerLoop:
         workers = {worker.worker_id for worker in await self._streams.workers() if worker.role == "rollout"}
         engines = ", ".join(f"{e.engine_id} {e.status.value} v{e.serving_version}" for e in state.engines.values()) or "none"
         return (
-            f"{intake.num_pending} groups waiting of {self._config.trainer.groups_per_step} needed, {counters.outstanding} tasks "
-            f"outstanding of {counters.issued} issued, {len(workers)} rollout workers alive, engines: {engines}"
+            f"{intake.num_pending} groups waiting of {self._config.trainer.groups_per_step} needed, {counters.outstanding} "
+            f"tasks outstanding of {counters.issued} issued, {len(workers)} rollout workers alive, engines: {engines}"
         )
 
     async def _data_ended(self) -> bool:
@@ -401,9 +402,7 @@ class TrainerLoop:
         }
 
     def _open_metrics(self) -> _Metrics:
-        last = None
-        for last in read_json_lines(self._layout.metrics_jsonl):
-            pass
+        last = next(iter(deque(read_json_lines(self._layout.metrics_jsonl), maxlen=1)), None)
         self._clock.before = float(last["seconds"]) if last and last.get("seconds") else 0.0
         return _Metrics(JsonLinesWriter(self._layout.metrics_jsonl), -1 if last is None else int(last["record"]))
 

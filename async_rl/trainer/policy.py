@@ -5,6 +5,7 @@ The names of parameters, in state dicts and weight pushes, are the Hugging Face 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,11 +40,13 @@ class PolicyOptions:
     """How the policy computes.
 
     dtype: of the forward and backward pass; master weights, head and gradient reduction stay float32.
+    measure_rounding: at load, measure what bfloat16 does to this model's logprobs (`PolicyModel.rounding_noise`).
     """
 
     dtype: torch.dtype = torch.float32
     chunk_tokens: int = 1024
     activation_checkpointing: bool = False
+    measure_rounding: bool = False
 
 
 class PolicyModel(nn.Module):
@@ -67,6 +70,8 @@ class PolicyModel(nn.Module):
         self.mesh: DeviceMesh | None = None
         self.source: Path | None = None
         """Directory that the model came from: its config and tokenizer go into checkpoints."""
+        self.rounding_noise: float | None = None
+        """Mean |bfloat16 − float32| logprob, nats, as measured at load; None if it was not asked for."""
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -217,6 +222,8 @@ def load_policy(path: Path | str, *, options: PolicyOptions | None = None, mesh:
     policy = PolicyModel(load_causal_lm(path, attn=PACKED), options)
     policy.source = Path(path)
     verify_logprobs(policy)
+    if policy.options.measure_rounding:
+        policy.rounding_noise = bfloat16_noise(policy)
     if mesh is None:
         return policy
     policy.to(mesh.device_type)
@@ -268,9 +275,7 @@ def verify_logprobs(policy: PolicyModel) -> float:
     logits, state that leaks between packed sequences, attention that ignores position ids.
     Raises: ConfigError if they differ by more than SELF_TEST_TOLERANCE.
     """
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = policy.hf.config.vocab_size
-    sequences = [torch.randint(vocabulary, (length,), generator=generator) for length in (11, 7)]
+    sequences = _self_test_sequences(policy, (11, 7))
     packed = policy.score([sequence.tolist() for sequence in sequences], temperature=1.0)
     worst = 0.0
     policy.hf.set_attn_implementation("eager")
@@ -289,6 +294,26 @@ def verify_logprobs(policy: PolicyModel) -> float:
             f"(accepted {SELF_TEST_TOLERANCE:g}); this architecture cannot be trained packed"
         )
     return worst
+
+
+def bfloat16_noise(policy: PolicyModel) -> float:
+    """Return the mean |logprob in bfloat16 − logprob in float32|, nats, over a few short random sequences.
+
+    Weights and activations are rounded as an engine or a trainer in bfloat16 rounds them. Runs before sharding.
+    """
+    sequences = [sequence.tolist() for sequence in _self_test_sequences(policy, (24, 16, 16, 8))]
+    twin = copy.deepcopy(policy)
+    for parameter in twin.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)  # buffers (RoPE's among them) stay float32, as under FSDP
+    exact = policy.score(sequences, temperature=1.0)
+    rounded = twin.score(sequences, temperature=1.0)
+    return float(np.abs(np.concatenate(rounded) - np.concatenate(exact)).mean())
+
+
+def _self_test_sequences(policy: PolicyModel, lengths: Sequence[int]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = policy.hf.config.vocab_size
+    return [torch.randint(vocabulary, (length,), generator=generator) for length in lengths]
 
 
 def _refuse_unpackable(hf: PreTrainedModel) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import msgpack
 import numpy as np
@@ -59,6 +59,14 @@ class Probe:
     temperature: float
 
 
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far |engine − trainer| may be on the probe, nats: its maximum (float32) or its mean (dtypes that round)."""
+
+    value: float
+    of: Literal["max", "mean"] = "max"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Manifest:
     """Everything a receiver must know before it posts a receive."""
@@ -69,7 +77,7 @@ class Manifest:
     bucket_bytes: tuple[int, ...]  # size of each bucket
     ties: tuple[tuple[str, str], ...]  # (alias, owner): the alias is not sent
     probe: Probe
-    tolerance: float  # largest |engine − trainer| logprob accepted on the probe
+    tolerance: Tolerance  # of the proof
     canary: bool = False  # the start-up push with every tensor perturbed
     path: str = ""  # disk backend: directory of the safetensors file
 
@@ -151,7 +159,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "sequences": [np.ascontiguousarray(ids, dtype="<i4").tobytes() for ids in manifest.probe.sequences],
         "logprobs": [np.ascontiguousarray(values, dtype="<f4").tobytes() for values in manifest.probe.logprobs],
         "temperature": manifest.probe.temperature,
-        "tolerance": manifest.tolerance,
+        "tolerance": [manifest.tolerance.value, manifest.tolerance.of],
         "canary": manifest.canary,
         "path": manifest.path,
     }
@@ -178,7 +186,7 @@ def decode_manifest(data: bytes) -> Manifest:
                 logprobs=tuple(np.frombuffer(values, dtype="<f4") for values in body["logprobs"]),
                 temperature=body["temperature"],
             ),
-            tolerance=body["tolerance"],
+            tolerance=Tolerance(*body["tolerance"]),
             canary=body["canary"],
             path=body["path"],
         )

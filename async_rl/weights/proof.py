@@ -53,11 +53,14 @@ async def _probe(manifest: Manifest, target: PushTarget) -> ProofReport:
     flat = np.concatenate(differences) if differences else np.zeros(0)
     if flat.size == 0:
         raise ProofFailed(f"version {manifest.version}: the probe has no tokens; it proves nothing")
-    worst = float(flat.max())
-    if not worst <= manifest.tolerance:  # a NaN is not
+    worst, mean = float(flat.max()), float(flat.mean())
+    tolerance = manifest.tolerance
+    measured = worst if tolerance.of == "max" else mean
+    if not measured <= tolerance.value:  # a NaN is not
         at = int(flat.argmax())
         raise ProofFailed(
-            f"version {manifest.version}: engine and trainer differ by {worst:.3g} nats at probe token {at} of {flat.size}, "
-            f"more than {manifest.tolerance:g}; check the engine's dtype and attention, or raise weights.probe_tolerance"
+            f"version {manifest.version}: engine and trainer differ by {measured:.3g} nats ({tolerance.of}; most at probe "
+            f"token {at} of {flat.size}), more than {tolerance.value:g}; check the engine's dtype and attention, or raise "
+            f"weights.probe_tolerance"
         )
-    return ProofReport(worst, float(flat.mean()), int(flat.size))
+    return ProofReport(worst, mean, int(flat.size))

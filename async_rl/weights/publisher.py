@@ -19,7 +19,7 @@ from async_rl.errors import QueueUnavailable, WeightPushError
 from async_rl.logs import Event, get_logger
 from async_rl.registry.versions import Announcement, FinishedPush, PushPlan, PushStatus, RegistryState, VersionRegistry
 from async_rl.weights.backends import Sender, make_sender
-from async_rl.weights.manifest import Manifest, Probe, encode_manifest
+from async_rl.weights.manifest import Manifest, Probe, Tolerance, encode_manifest
 from async_rl.weights.send_buffer import SendBuffer
 
 RETRY_S = 0.2
@@ -38,7 +38,7 @@ class PushRequest:
     trained_through: int
     discarded: int
     blocked_s: float = 0.0  # how long the trainer stood still for snapshot and probe
-    tolerance: float | None = None  # of the proof; None: weights.probe_tolerance
+    tolerance: Tolerance | None = None  # of the proof; None: the maximum, within weights.probe_tolerance
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class Publisher:
             epoch=self._epoch,
             version=request.version,
             probe=request.probe,
-            tolerance=self._weights.probe_tolerance if request.tolerance is None else request.tolerance,
+            tolerance=request.tolerance or Tolerance(self._weights.probe_tolerance),
         )
         return self._sender.prepare(manifest, request.snapshot)
 

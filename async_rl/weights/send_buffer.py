@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from async_rl.errors import ManifestMismatch
-from async_rl.weights.manifest import WIRE_DTYPES, Manifest, Probe, TensorEntry, tensor_digest
+from async_rl.weights.manifest import WIRE_DTYPES, Manifest, Probe, TensorEntry, Tolerance, tensor_digest
 
 ALIGNMENT = 16
 _NAME_OF = {dtype: name for name, dtype in WIRE_DTYPES.items()}
@@ -83,7 +83,7 @@ class SendBuffer:
             for s in self.slots
         )
 
-    def manifest(self, *, epoch: int, version: int, probe: Probe, tolerance: float) -> Manifest:
+    def manifest(self, *, epoch: int, version: int, probe: Probe, tolerance: Tolerance) -> Manifest:
         """The manifest of a push of this snapshot."""
         sizes = tuple(len(bucket) for bucket in self.buckets)
         return Manifest(epoch, version, self.entries(), sizes, self.ties, probe, tolerance)

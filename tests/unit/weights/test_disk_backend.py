@@ -12,7 +12,7 @@ from async_rl.errors import WeightPushError
 from async_rl.registry.versions import PushPlan
 from async_rl.testing.push_targets import TinyPolicy, tiny_probe
 from async_rl.weights.disk_backend import FILE_NAME, DiskReceiver, DiskSender
-from async_rl.weights.manifest import Manifest
+from async_rl.weights.manifest import Manifest, Tolerance
 from async_rl.weights.send_buffer import SendBuffer, named_weights
 
 
@@ -20,7 +20,7 @@ def publish(sender: DiskSender, version: int, *, kept: frozenset[int] = frozense
     model = TinyPolicy(version)
     named, ties, _ = named_weights(model)
     buffer = SendBuffer.copy_from(named, "bfloat16", ties=ties)
-    manifest = buffer.manifest(epoch=1, version=version, probe=tiny_probe(model), tolerance=1e-4)
+    manifest = buffer.manifest(epoch=1, version=version, probe=tiny_probe(model), tolerance=Tolerance(1e-4))
     prepared = sender.prepare(manifest, buffer)
     sender.forget(kept | {version})
     return prepared, model

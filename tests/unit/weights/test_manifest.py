@@ -15,6 +15,7 @@ from async_rl.weights.manifest import (
     Manifest,
     Probe,
     TensorEntry,
+    Tolerance,
     check_layout,
     check_names,
     decode_manifest,
@@ -30,7 +31,7 @@ def entry(name: str, shape: tuple[int, ...], *, offset: int = 0, bucket: int = 0
 
 
 def manifest(*entries: TensorEntry, sizes: tuple[int, ...] = (256,), ties: tuple[tuple[str, str], ...] = ()) -> Manifest:
-    return Manifest(2, 7, entries, sizes, ties, PROBE, 1e-4, canary=True, path="/somewhere")
+    return Manifest(2, 7, entries, sizes, ties, PROBE, Tolerance(1e-4), canary=True, path="/somewhere")
 
 
 def test_a_digest_is_of_the_bytes_that_go_over_the_wire() -> None:
@@ -56,7 +57,7 @@ def test_a_digest_sees_one_bit(bit: int) -> None:
 def test_a_manifest_survives_its_encoding() -> None:
     sent = manifest(entry("a", (2, 3)), entry("b", (), offset=32, dtype="int64"), ties=(("head", "a"),))
     got = decode_manifest(encode_manifest(sent))
-    assert (got.epoch, got.version, got.tolerance, got.canary, got.path) == (2, 7, 1e-4, True, "/somewhere")
+    assert (got.epoch, got.version, got.tolerance, got.canary, got.path) == (2, 7, Tolerance(1e-4), True, "/somewhere")
     assert (got.entries, got.bucket_bytes, got.ties) == (sent.entries, (256,), (("head", "a"),))
     assert got.probe.temperature == 0.7
     np.testing.assert_array_equal(got.probe.sequences[0], PROBE.sequences[0])

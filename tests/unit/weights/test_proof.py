@@ -11,7 +11,7 @@ import pytest
 
 from async_rl.errors import ProofFailed
 from async_rl.testing.push_targets import TinyEngine, TinyPolicy, tiny_probe
-from async_rl.weights.manifest import Manifest, Probe
+from async_rl.weights.manifest import Manifest, Probe, Tolerance
 from async_rl.weights.proof import prove
 from async_rl.weights.send_buffer import SendBuffer, named_weights
 
@@ -31,7 +31,7 @@ class Shifted(TinyEngine):
 def manifest_of(model: TinyPolicy, *, tolerance: float = 1e-4) -> Manifest:
     named, ties, buffers = named_weights(model)
     buffer = SendBuffer.copy_from(named, "float32", ties=ties, buffer_names=buffers)
-    return buffer.manifest(epoch=1, version=5, probe=tiny_probe(model), tolerance=tolerance)
+    return buffer.manifest(epoch=1, version=5, probe=tiny_probe(model), tolerance=Tolerance(tolerance))
 
 
 async def test_the_report_says_how_far_engine_and_trainer_are_apart() -> None:

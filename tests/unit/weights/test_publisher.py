@@ -14,7 +14,7 @@ from async_rl.errors import EpochFenced, QueueUnavailable
 from async_rl.registry.memory_registry import MemoryRegistry
 from async_rl.registry.versions import Announcement, ProofReport, PushPlan, PushStatus, RegistryState
 from async_rl.testing.push_targets import TinyPolicy, tiny_probe
-from async_rl.weights.manifest import decode_manifest
+from async_rl.weights.manifest import Tolerance, decode_manifest
 from async_rl.weights.publisher import Publisher, PushRequest, PushStats
 from async_rl.weights.send_buffer import SendBuffer, named_weights
 
@@ -93,7 +93,7 @@ async def test_an_announcement_carries_the_manifest_and_the_counts(scene: Scene)
     assert data is not None
     manifest = decode_manifest(data)
     assert (manifest.epoch, manifest.version, manifest.ties) == (1, 4, (("head.weight", "embed.weight"),))
-    assert manifest.tolerance == 1e-4
+    assert manifest.tolerance == Tolerance(1e-4)
 
 
 async def test_a_push_is_reported_once_with_its_parity_and_phases(scene: Scene) -> None:
@@ -166,11 +166,11 @@ async def test_a_server_that_came_back_empty_is_told_the_newest_push_again(scene
 async def test_a_request_may_bring_its_own_tolerance(scene: Scene) -> None:
     model = TinyPolicy(1)
     buffer = SendBuffer.copy_from(named_weights(model)[0], "bfloat16")
-    await scene.publisher.submit(PushRequest(1, buffer, tiny_probe(model), 0, 0, tolerance=0.03))
+    await scene.publisher.submit(PushRequest(1, buffer, tiny_probe(model), 0, 0, tolerance=Tolerance(0.03, "mean")))
     await scene.announced(1)
     data = await scene.registry.manifest(1, 1)
     assert data is not None
-    assert decode_manifest(data).tolerance == 0.03
+    assert decode_manifest(data).tolerance == Tolerance(0.03, "mean")
 
 
 async def test_a_newer_trainer_ends_the_older_ones_publisher(scene: Scene) -> None:

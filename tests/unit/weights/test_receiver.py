@@ -14,7 +14,7 @@ from async_rl.errors import EngineError, QueueUnavailable, WeightPushError
 from async_rl.registry.memory_registry import MemoryRegistry
 from async_rl.registry.versions import Announcement, EngineStatus, ProofReport, PushPlan, PushStatus, RegistryState
 from async_rl.testing.push_targets import FaultyEngine, TinyEngine, TinyPolicy, tiny_probe
-from async_rl.weights.manifest import Manifest, bucket_views, encode_manifest
+from async_rl.weights.manifest import Manifest, Tolerance, bucket_views, encode_manifest
 from async_rl.weights.receiver import Receiver
 from async_rl.weights.send_buffer import SendBuffer, named_weights
 
@@ -89,7 +89,7 @@ class Scene:
         named, ties, buffers = named_weights(model)
         buffer = SendBuffer.copy_from(named, "float32", ties=ties, buffer_names=buffers)
         self.backend.buffers[version] = buffer
-        manifest = change(buffer.manifest(epoch=epoch, version=version, probe=tiny_probe(model), tolerance=1e-4))
+        manifest = change(buffer.manifest(epoch=epoch, version=version, probe=tiny_probe(model), tolerance=Tolerance(1e-4)))
         await self.registry.announce(Announcement(epoch, version, 0, 0, encode_manifest(manifest), "h:1"))
 
     async def freeze(self, version: int, *, epoch: int = 1, generation: int = 1) -> PushPlan:

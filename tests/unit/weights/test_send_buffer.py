@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from async_rl.errors import ManifestMismatch
 from async_rl.testing.push_targets import TinyPolicy, tiny_probe
-from async_rl.weights.manifest import bucket_views, check_layout, tensor_digest
+from async_rl.weights.manifest import Tolerance, bucket_views, check_layout, tensor_digest
 from async_rl.weights.send_buffer import SendBuffer, SendBufferPool, named_weights
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
@@ -29,7 +29,7 @@ def test_any_tensors_come_back_equal_after_the_cast(
 ) -> None:
     named = [(f"t{i}", (100 * torch.rand(shape)).to(dtype)) for i, (shape, dtype) in enumerate(tensors)]
     buffer = SendBuffer.copy_from(named, wire, bucket_bytes=bucket_bytes)
-    manifest = buffer.manifest(epoch=1, version=1, probe=tiny_probe(TinyPolicy(1)), tolerance=1e-4)
+    manifest = buffer.manifest(epoch=1, version=1, probe=tiny_probe(TinyPolicy(1)), tolerance=Tolerance(1e-4))
     check_layout(manifest)
     views = bucket_views(manifest, buffer.buckets)
     for (name, tensor), entry in zip(named, manifest.entries, strict=True):
