@@ -188,7 +188,9 @@ class RedisClient:
         if isinstance(error, TimeoutError | RedisTimeoutError):
             return QueueUnavailable(f"redis at {self.shown_url} did not answer {name} within {self._timeout_s} s")
         if isinstance(error, RedisConnectionError | OSError):
-            return QueueUnavailable(f"redis at {self.shown_url} cannot be reached for {name}: {text}")
+            return QueueUnavailable(
+                f"redis at {self.shown_url} cannot be reached for {name}: {text}; start it, or correct redis.url"
+            )
         if text.startswith("FENCED "):
             return EpochFenced(f"this trainer is fenced: epoch {text.split()[1]} has started; this process must stop")
         if isinstance(error, _UNAVAILABLE_ERRORS) or any(sign in text for sign in _UNAVAILABLE_REPLIES):

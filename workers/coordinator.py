@@ -6,21 +6,25 @@ import asyncio
 
 from async_rl.coordinator.loop import CoordinatorLoop, CoordinatorSettings
 from async_rl.coordinator.prompts import PromptSource
-from async_rl.environments.load import load_environment
+from async_rl.launch.inputs import open_prompts
 from async_rl.registry.redis_registry import RedisRegistry
 from workers.arguments import RoleArguments, role_main
 from workers.connect import connect, run_until_stopped
 
 
 def main() -> None:
-    role_main("coordinator", run)
+    role_main("coordinator", run, plan=plan)
+
+
+def plan(arguments: RoleArguments) -> dict[str, str]:
+    """What --dry-run says beside the rest. Raises: ConfigError, DataError."""
+    source = open_prompts(arguments.config)
+    return {"data": f"{arguments.config.data.source}, {source.num_rows:,} rows"}
 
 
 def run(arguments: RoleArguments) -> None:
     """Open the data, then coordinate until the run has ended or SIGTERM comes."""
-    config = arguments.config
-    source = PromptSource.from_config(config, arguments.run_id, load_environment(config.environment))
-    asyncio.run(_coordinate(arguments, source))
+    asyncio.run(_coordinate(arguments, open_prompts(arguments.config, arguments.run_id)))
 
 
 async def _coordinate(arguments: RoleArguments, source: PromptSource) -> None:

@@ -22,6 +22,8 @@ from async_rl.errors import DataError
 from protocol.messages import ChatMessage
 
 _CHECK_BATCH_ROWS = 4096
+_PARQUET = ".parquet"
+_SUFFIXES = (".jsonl", ".ndjson", _PARQUET)
 
 
 class Rows(Protocol):
@@ -32,23 +34,28 @@ class Rows(Protocol):
     def row(self, index: int) -> Row: ...
 
 
+def require_rows(path: Path) -> None:
+    """Raises: DataError if nothing is there, or it is of an unknown kind. Reads nothing."""
+    if not path.exists():
+        raise DataError(f"data.source={str(path)!r} does not exist{_nearest_file(path)}")
+    if not path.is_dir() and path.suffix not in _SUFFIXES:
+        raise DataError(
+            f"data.source={str(path)!r} has {path.suffix or 'no'} suffix; "
+            f"use a .jsonl or .parquet file or a Hugging Face dataset directory"
+        )
+
+
 def open_rows(path: Path, *, prompt_column: str, split: str) -> Rows:
     """Open a .jsonl or .parquet file, or a Hugging Face dataset directory.
 
     Raises: DataError for what is missing, empty, malformed or of an unknown kind; it names the file, line and column.
     """
-    if not path.exists():
-        raise DataError(f"data.source={str(path)!r} does not exist{_nearest_file(path)}")
+    require_rows(path)
     if path.is_dir():
         return TableRows(_dataset_table(path, split), path, prompt_column)
-    if path.suffix in (".jsonl", ".ndjson"):
-        return JsonlRows(path, prompt_column)
-    if path.suffix == ".parquet":
+    if path.suffix == _PARQUET:
         return TableRows(_parquet_table(path), path, prompt_column)
-    raise DataError(
-        f"data.source={str(path)!r} has {path.suffix or 'no'} suffix; "
-        f"use a .jsonl or .parquet file or a Hugging Face dataset directory"
-    )
+    return JsonlRows(path, prompt_column)
 
 
 class JsonlRows:

@@ -35,6 +35,7 @@ def load_environment(config: EnvironmentSpec) -> Environment:
 
     Raises: ConfigError for an unknown name, module, class, function or argument; it names the nearest known one.
     """
+    require_environment(config)
     if config.name == PROMPT_REWARD:
         return _prompt_reward(config)
     if config.reward is not None:
@@ -42,20 +43,22 @@ def load_environment(config: EnvironmentSpec) -> Environment:
             f"environment.reward={config.reward!r} is for environment.name={PROMPT_REWARD!r} only, not {config.name!r}; "
             f"remove it or change the name"
         )
-    factory = BUILT_IN.get(config.name)
-    if factory is None:
-        if ":" not in config.name:
-            known = [*BUILT_IN, PROMPT_REWARD]
-            raise ConfigError(
-                f"environment.name={config.name!r} is not known{nearest(config.name, known)}; "
-                f"use one of {', '.join(known)}, or module:Class"
-            )
-        factory = load_object(config.name, field="environment.name", kind="Class")
+    factory = BUILT_IN.get(config.name) or load_object(config.name, field="environment.name", kind="Class")
     environment = _construct(factory, config)
     missing = [method for method in ("observe", "score") if not callable(getattr(environment, method, None))]
     if missing:
         raise ConfigError(f"environment.name={config.name!r} is not an environment: it has no {' and no '.join(missing)}")
     return environment
+
+
+def require_environment(config: EnvironmentSpec) -> None:
+    """Import nothing. Raises: ConfigError if the name is neither built in nor `module:Class`."""
+    known = [*BUILT_IN, PROMPT_REWARD]
+    if config.name not in known and ":" not in config.name:
+        raise ConfigError(
+            f"environment.name={config.name!r} is not known{nearest(config.name, known)}; "
+            f"use one of {', '.join(known)}, or module:Class"
+        )
 
 
 def load_object(path: str, *, field: str, kind: str) -> Callable[..., Any]:

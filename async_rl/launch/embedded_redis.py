@@ -170,6 +170,11 @@ class EmbeddedRedis:
             self._process.kill()
             self._process.wait()
 
+    def last_words(self) -> str:
+        """The end of the server's log, on one line."""
+        lines = (self.directory / _LOG).read_text(encoding="utf-8", errors="replace").splitlines()
+        return " | ".join(line.strip() for line in lines[-2:]) or "it wrote no log"
+
     def __enter__(self) -> EmbeddedRedis:
         return self.start()
 
@@ -245,15 +250,11 @@ class EmbeddedRedis:
         while not _answers_ping(self.socket_path):
             if self._process.poll() is not None:
                 problem = f"ended at once (exit code {self._process.returncode})"
-                raise QueueUnavailable(f"the embedded server in {self.directory} {problem}: {self._last_words()}")
+                raise QueueUnavailable(f"the embedded server in {self.directory} {problem}: {self.last_words()}")
             if time.monotonic() > deadline:
                 problem = f"did not answer within {self._start_timeout_s} s"
-                raise QueueUnavailable(f"the embedded server in {self.directory} {problem}: {self._last_words()}")
+                raise QueueUnavailable(f"the embedded server in {self.directory} {problem}: {self.last_words()}")
             time.sleep(_POLL_S)
-
-    def _last_words(self) -> str:
-        lines = (self.directory / _LOG).read_text(encoding="utf-8", errors="replace").splitlines()
-        return " | ".join(line.strip() for line in lines[-3:]) or "it wrote no log"
 
     def _clean_up(self) -> None:
         atexit.unregister(self.stop)

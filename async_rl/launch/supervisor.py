@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from async_rl.errors import AsyncRLError
+from async_rl.errors import AsyncRLError, ProtocolError, RoleFailed
 from async_rl.launch.processes import RoleSet, RoleSpec, role_failed, signal_name
 from async_rl.monitor.roles import Display, RoleState, Silent
 
@@ -25,6 +25,8 @@ class Patience:
     poll_s: float = 0.1
     stop_s: float = 30.0
     """From SIGTERM to SIGKILL: time in which the trainer may write a checkpoint."""
+    stop_lost_s: float = 5.0
+    """The same when the server is gone: every role waits for it, and none can end well."""
     ending_s: float = 15.0
     """From the trainer's good end to SIGTERM for roles that have not ended by themselves."""
 
@@ -88,16 +90,19 @@ class Supervisor:
 
         Raises: RoleFailed with the first failing role's last lines; whatever `check` raises. Every role has ended by then.
         """
+        patience_s = self._patience.stop_s
         try:
             self._roles.start()
             self._watch(stop)
             if stop.signum is None:
                 self._let_end(stop)
-        except AsyncRLError as error:
+        except (AsyncRLError, ProtocolError) as error:
+            if not isinstance(error, RoleFailed):
+                patience_s = self._patience.stop_lost_s
             self._display.note(f"{str(error).splitlines()[0]} Stopping the other roles …")
             raise
         finally:
-            self._stop_all(stop)
+            self._stop_all(stop, patience_s)
         return stop.signum
 
     def _watch(self, stop: StopRequest) -> None:
@@ -129,10 +134,10 @@ class Supervisor:
         self._show()
         self._sleep(self._patience.poll_s)
 
-    def _stop_all(self, stop: StopRequest) -> None:
+    def _stop_all(self, stop: StopRequest, patience_s: float) -> None:
         """SIGTERM, some patience, SIGKILL; a second Ctrl-C shortens the patience."""
         self._roles.terminate()
-        deadline = self._now() + self._patience.stop_s
+        deadline = self._now() + patience_s
         received = len(stop.signals)
         while not self._roles.all_ended() and self._now() < deadline and len(stop.signals) <= received:
             self._show()

@@ -179,6 +179,19 @@ def test_a_failed_check_stops_everybody(tmp_path: Path) -> None:
     assert nothing_left()
 
 
+def test_without_the_server_roles_get_little_time_to_end(tmp_path: Path) -> None:
+    def check() -> None:
+        if (tmp_path / "trainer.out").exists() and "up" in (tmp_path / "trainer.out").read_text():
+            raise QueueUnavailable("the server ended")
+
+    patience = Patience(poll_s=0.02, stop_s=60.0, stop_lost_s=0.2)
+    started = time.monotonic()
+    with pytest.raises(QueueUnavailable, match="the server ended"):
+        Supervisor([role("trainer", STUBBORN, leads=True)], tmp_path, patience=patience, check=check).run(StopRequest())
+    assert time.monotonic() - started < 30
+    assert nothing_left()
+
+
 def test_roles_get_their_environment_and_no_standard_input(tmp_path: Path) -> None:
     code = "import os, sys; print(os.environ['RANK'], repr(sys.stdin.read()))"
     Supervisor([role("trainer", code, leads=True, RANK="3")], tmp_path, patience=QUICK).run(StopRequest())

@@ -1,0 +1,35 @@
+"""What a run reads from this machine: model, environment, data. Checked without torch, before anything is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from async_rl.config import RunConfig
+from async_rl.coordinator.prompts import BUILT_IN_SOURCE, PromptSource
+from async_rl.coordinator.rows import require_rows
+from async_rl.environments.load import load_environment, require_environment
+from async_rl.errors import DataError
+
+
+def require_inputs(config: RunConfig) -> None:
+    """Say at once what a role would say later. Imports nothing of the user's, reads no data.
+
+    Raises: DataError for a model or data that is missing; ConfigError for an unknown environment.
+    """
+    require_model(config)
+    require_environment(config.environment)
+    if config.data.source != BUILT_IN_SOURCE:
+        require_rows(Path(config.data.source))
+
+
+def require_model(config: RunConfig) -> None:
+    """Raises: DataError if model.path is no model directory."""
+    path = config.model.path
+    if not (path / "config.json").is_file():
+        what = "has no config.json" if path.is_dir() else "does not exist"
+        raise DataError(f"model.path={path} {what}; give the directory of a Hugging Face causal LM with its tokenizer")
+
+
+def open_prompts(config: RunConfig, run_id: str = "") -> PromptSource:
+    """Import the environment and check every row of the data. Raises: ConfigError, DataError."""
+    return PromptSource.from_config(config, run_id, load_environment(config.environment))
