@@ -8,7 +8,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -19,7 +19,7 @@ from async_rl import logs
 from async_rl.config import Origin, RunConfig, check, load_config
 from async_rl.config.text import environment_variable
 from async_rl.errors import AsyncRLError, ConfigError, ProtocolError, RunDirError, exit_code
-from async_rl.launch.local import write_config
+from async_rl.launch.prepare import write_config
 from async_rl.logs import Event, redact_url
 from async_rl.run_dir.layout import RunLayout, create_run, open_run
 
@@ -154,7 +154,8 @@ def cli_errors(*, debug: bool | None = None) -> Iterator[None]:
         if show_traceback:
             sys.excepthook(type(error), error, error.__traceback__)
         message, code = describe(error)
-        print(f"error: {message}", file=sys.stderr)
+        with suppress(OSError):  # stderr may be a file on the disk that is full: the exit code still says it
+            print(f"error: {message}", file=sys.stderr, flush=True)
         raise SystemExit(code) from None
 
 
@@ -166,7 +167,7 @@ def describe(error: BaseException) -> tuple[str, int]:
     usage = getattr(error, "format_message", None)  # a usage error of click, wherever typer keeps its copy
     if callable(usage):
         return f"{' '.join(str(usage()).split())} (see --help)", int(getattr(error, "exit_code", 2))
-    if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
+    if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
         where = f" while writing {error.filename}" if error.filename else ""
         return f"the disk is full{where}: free space, then continue with --resume", RunDirError.exit_code
     text = " ".join(str(error).split())

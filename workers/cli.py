@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -15,10 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from async_rl.config import RunConfig, check, dump_toml, load_config
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, ProtocolError, RoleFailed
 from async_rl.logs import redact_url
 from async_rl.monitor.text import program
-from workers.arguments import overrides_of, run_app
+from workers.arguments import describe, overrides_of, run_app
 
 WITH_OVERRIDES = ("run", "demo", "config")
 
@@ -50,21 +52,23 @@ def run_command(
     debug: Debug = False,
 ) -> int:
     """Train: start every role on this machine, watch them, stop them all at the end, on Ctrl-C or on the first failure."""
-    from async_rl.launch.local import RunEnd, require_model, run
+    from async_rl.launch.inputs import open_prompts, require_inputs
+    from async_rl.launch.local import RunEnd, run
 
-    del debug
     _one_of(resume, overwrite)
     settings = _load(config, overrides_of(context))
     if dry_run:
-        require_model(settings)
+        require_inputs(settings)
+        open_prompts(settings)
         _print_plan(settings)
         return 0
-    result = run(settings, resume=resume, overwrite=overwrite)
-    name = program()
+    go_on = f"{program()} run {settings.run_dir}/config.toml --resume"
+    with _going_on(go_on, debug=debug):
+        result = run(settings, resume=resume, overwrite=overwrite)
     if result.end is RunEnd.INTERRUPTED:
-        _say(f"stopped after {result.steps} steps", f"{name} run {result.run_dir}/config.toml --resume")
+        _say(f"stopped after {result.steps} steps", go_on)
     else:
-        _say(f"done: {result.steps} steps in {result.seconds:.0f} s", f"{name} export {result.run_dir} --to DIR")
+        _say(f"done: {result.steps} steps in {result.seconds:.0f} s", f"{program()} export {result.run_dir} --to DIR")
     return result.exit_code
 
 
@@ -80,17 +84,17 @@ def demo(
     from async_rl.launch.demo import demo_config, run_demo
     from async_rl.launch.local import RunEnd
 
-    del debug
     _one_of(resume, overwrite)
-    settings = demo_config(overrides_of(context))
+    settings = demo_config(overrides_of(context), resume=resume)
     check(settings)
     if dry_run:
         _print_plan(settings)
         return 0
-    result = run_demo(settings, resume=resume, overwrite=overwrite).run
+    go_on = shlex.join([program(), "demo", *overrides_of(context), "--resume"])
+    with _going_on(go_on, debug=debug):
+        result = run_demo(settings, resume=resume, overwrite=overwrite).run
     if result.end is RunEnd.INTERRUPTED:
-        flags = " ".join(overrides_of(context))
-        _say(f"stopped after {result.steps} steps", f"{program()} demo --resume {flags}".rstrip())
+        _say(f"stopped after {result.steps} steps", go_on)
     return result.exit_code
 
 
@@ -224,6 +228,20 @@ def _print_plan(config: RunConfig) -> None:
     print(f"config is valid; this would run in {config.run_dir}, with {server}:")
     for role in roles:
         print(f"  {role.name:<12} {' '.join(role.command[1:])}")
+
+
+@contextmanager
+def _going_on(command: str, *, debug: bool) -> Iterator[None]:
+    """A run that failed on its way can be resumed: say how, below the error."""
+    try:
+        yield
+    except (RoleFailed, ProtocolError) as error:
+        if debug:
+            raise
+        message, code = describe(error)
+        print(f"error: {message}", file=sys.stderr)
+        print(f"next: mend the cause, then {command}", file=sys.stderr)
+        raise SystemExit(code) from None
 
 
 def _say(what: str, then: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from rich.console import Console
@@ -22,7 +23,8 @@ from async_rl.evaluation.held_out import EvaluationPlan, EvaluationResult, Sampl
 from async_rl.launch.demo_model import demo_model, demo_tokenizer, save_model
 from async_rl.launch.evaluate import evaluate_model
 from async_rl.launch.export import export_run
-from async_rl.launch.local import RunEnd, RunResult, prepare, run_display, supervise
+from async_rl.launch.local import RunEnd, RunResult, run_display, supervise
+from async_rl.launch.prepare import PreparedRun, prepare
 from async_rl.launch.run_lock import run_lock
 from async_rl.launch.supervisor import catch_stop_signals
 from async_rl.launch.warmup import WarmupPlan, warm_up
@@ -31,7 +33,7 @@ from async_rl.monitor.figures import RunFigures, run_figures, write_figures
 from async_rl.monitor.metrics_file import MetricsHistory
 from async_rl.monitor.summary import Accuracy, Sample, SummaryPage, print_summary
 from async_rl.monitor.text import program
-from async_rl.run_dir.layout import RunIdentity, RunLayout, write_atomic
+from async_rl.run_dir.layout import RunLayout, write_atomic
 
 DEMO_CONFIG = Path(__file__).with_name("demo.toml")
 NUM_PROMPTS = 1024
@@ -49,25 +51,30 @@ FIGURE_KEYS = (
     "tokens_trained_per_s",
 )
 
+Figures: TypeAlias = Mapping[str, float | int | None]
+
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
     """The run, and the figures of summary.json (empty if it was interrupted)."""
 
     run: RunResult
-    figures: Mapping[str, float | int | None]
+    figures: Figures
 
 
-def demo_config(overrides: Sequence[str]) -> RunConfig:
-    """The demo's config with `overrides` on top. Unless they name a model, it is made in the run directory.
+def demo_config(overrides: Sequence[str], *, resume: bool = False) -> RunConfig:
+    """The demo's config (to resume: that of the run) with `overrides` on top. Unless they name a model, it is made in the run.
 
     Raises: ConfigError.
     """
     unset = "--model.path=made-by-the-demo"
     loaded = load_config(DEMO_CONFIG, [unset, *overrides])
+    layout = RunLayout(loaded.config.run_dir)
+    if resume and layout.config_toml.exists():
+        return load_config(layout.config_toml, [f"--run_dir={layout.root}", *overrides]).config
     if loaded.origins["model.path"].where != unset:
         return loaded.config
-    model = ModelConfig(path=RunLayout(loaded.config.run_dir).model_dir.absolute())
+    model = ModelConfig(path=layout.model_dir.absolute())
     return loaded.config.model_copy(update={"model": model})
 
 
@@ -81,16 +88,17 @@ def run_demo(config: RunConfig, *, resume: bool = False, overwrite: bool = False
     _require_rows(config)
     torch.set_num_threads(1)
     with run_lock(config.run_dir):
-        layout, identity = prepare(config, resume=resume, overwrite=overwrite)
+        prepared = prepare(config, resume=resume, overwrite=overwrite)
+        layout = prepared.layout
         if config.model.path == layout.model_dir.absolute():
             make_model(config, layout, console)
         start = _start_evaluation(config, layout, console)
         with catch_stop_signals() as stop:
-            display = run_display(config, layout, identity, console=console)
-            result = supervise(config, layout, identity, stop, display=display, resumed=resume)
+            display = run_display(config, prepared, console=console)
+            result = supervise(config, prepared, stop, display=display)
         if result.end is RunEnd.INTERRUPTED:
             return DemoResult(result, {})
-        return DemoResult(result, _finish(config, layout, identity, start, console))
+        return DemoResult(result, _finish(config, prepared, start, console))
 
 
 def _require_rows(config: RunConfig) -> None:
@@ -145,9 +153,10 @@ def _read_evaluation(path: Path) -> EvaluationResult:
 
 
 def _finish(
-    config: RunConfig, layout: RunLayout, identity: RunIdentity, start: EvaluationResult, console: Console
+    config: RunConfig, prepared: PreparedRun, start: EvaluationResult, console: Console
 ) -> Mapping[str, float | int | None]:
     """Export, evaluate, write what programs read, and print what people read."""
+    layout = prepared.layout
     trained = layout.root / "trained"
     shutil.rmtree(trained, ignore_errors=True)
     export_run(layout.root, trained)
@@ -165,11 +174,11 @@ def _finish(
         lag_histogram=figures.lag_histogram,
         title=f"{config.environment.name}: sampled accuracy {start.mean_reward:.2f} → {end.mean_reward:.2f}",
     )
-    print_summary(_page(config, layout, identity, history, figures, start, end), console)
+    print_summary(_page(config, prepared, history, figures, start, end), console)
     return summary
 
 
-def summary_figures(figures: RunFigures, *, accuracy_start: float, accuracy_end: float) -> Mapping[str, float | int | None]:
+def summary_figures(figures: RunFigures, *, accuracy_start: float, accuracy_end: float) -> Figures:
     """What summary.json holds: a public interface."""
     return {
         "accuracy_start": accuracy_start,
@@ -180,15 +189,15 @@ def summary_figures(figures: RunFigures, *, accuracy_start: float, accuracy_end:
 
 def _page(
     config: RunConfig,
-    layout: RunLayout,
-    identity: RunIdentity,
+    prepared: PreparedRun,
     history: MetricsHistory,
     figures: RunFigures,
     start: EvaluationResult,
     end: EvaluationResult,
 ) -> SummaryPage:
+    layout = prepared.layout
     return SummaryPage(
-        title=f"{config.environment.name}  [dim]{identity.run_id}[/]",
+        title=f"{config.environment.name}  [dim]{prepared.identity.run_id}[/]",
         figures=figures,
         history=history,
         num_prompts=end.num_prompts,

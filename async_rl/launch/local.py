@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
 
 from rich.console import Console
 
-from async_rl.config import RunConfig, check, dump_toml
-from async_rl.errors import DataError, QueueUnavailable, RoleFailed
+from async_rl.config import RunConfig, check
+from async_rl.errors import QueueUnavailable, RoleFailed
 from async_rl.launch.embedded_redis import EMBEDDED, EmbeddedRedis
+from async_rl.launch.inputs import require_inputs
+from async_rl.launch.prepare import PreparedRun, prepare
 from async_rl.launch.role_table import free_port, role_table
 from async_rl.launch.run_lock import run_lock
 from async_rl.launch.supervisor import Patience, StopRequest, Supervisor, catch_stop_signals
@@ -23,7 +24,7 @@ from async_rl.monitor.metrics_file import MetricsHistory
 from async_rl.monitor.roles import Display, Silent
 from async_rl.monitor.terminal import progress_display
 from async_rl.run_dir.files import JsonLinesWriter
-from async_rl.run_dir.layout import RunIdentity, RunLayout, create_run, open_run, write_atomic
+from async_rl.run_dir.layout import RunIdentity, RunLayout
 
 PORT_TRIES = 3
 SERVER_TRIES = 3
@@ -58,58 +59,23 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False, con
     Raises: ConfigError, DataError, RunDirError before anything starts; RoleFailed; QueueUnavailable, QueueRefused.
     """
     check(config)
-    require_model(config)
+    require_inputs(config)
     with run_lock(config.run_dir), catch_stop_signals() as stop:
-        layout, identity = prepare(config, resume=resume, overwrite=overwrite)
-        display = run_display(config, layout, identity) if console else Silent()
-        return supervise(config, layout, identity, stop, display=display, resumed=resume)
-
-
-def require_model(config: RunConfig) -> None:
-    """Say at once, without torch, what every role would say later. Raises: DataError."""
-    path = config.model.path
-    if not (path / "config.json").is_file():
-        what = "has no config.json" if path.is_dir() else "does not exist"
-        raise DataError(f"model.path={path} {what}; give the directory of a Hugging Face causal LM with its tokenizer")
-
-
-def prepare(config: RunConfig, *, resume: bool, overwrite: bool) -> tuple[RunLayout, RunIdentity]:
-    """Make or open the run directory and write the resolved config to it. Raises: RunDirError."""
-    layout, identity = open_run(config.run_dir) if resume else create_run(config.run_dir, overwrite=overwrite)
-    write_config(config, layout)
-    return layout, identity
-
-
-def write_config(config: RunConfig, layout: RunLayout) -> None:
-    """Write config.toml for the roles, without the server's password: that goes by environment."""
-    redis = config.redis.model_copy(update={"url": without_password(config.redis.url)})
-    write_atomic(layout.config_toml, dump_toml(config.model_copy(update={"redis": redis})).encode())
-
-
-def without_password(url: str) -> str:
-    """The address with its user but no password."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    user, _, host = parts.netloc.rpartition("@")
-    name = user.partition(":")[0]
-    return urlunsplit(parts._replace(netloc=f"{name}@{host}" if name else host))
+        prepared = prepare(config, resume=resume, overwrite=overwrite)
+        display = run_display(config, prepared) if console else Silent()
+        return supervise(config, prepared, stop, display=display)
 
 
 def supervise(
-    config: RunConfig,
-    layout: RunLayout,
-    identity: RunIdentity,
-    stop: StopRequest,
-    *,
-    display: Display,
-    resumed: bool = False,
-    patience: Patience = Patience(),
+    config: RunConfig, prepared: PreparedRun, stop: StopRequest, *, display: Display, patience: Patience = Patience()
 ) -> RunResult:
     """Start the server and the roles of a prepared run, and see them to their end."""
     started = time.monotonic()
+    layout, identity = prepared.layout, prepared.identity
     events = _Events(layout, identity)
-    events.write(Event.RUN_RESUMED if resumed else Event.RUN_STARTED)
+    events.write(Event.RUN_RESUMED if prepared.resumed else Event.RUN_STARTED)
+    for change in prepared.changes:
+        display.note(f"changed since the last start: {change}")
     try:
         with _server(config, layout) as (redis_url, alive):
             signum = _with_free_port(config, layout, redis_url, alive, stop, display, patience)
@@ -180,15 +146,16 @@ def _start(server: EmbeddedRedis) -> None:
 def _require_running(server: EmbeddedRedis) -> None:
     if not server.is_running:
         raise QueueUnavailable(
-            f"the embedded Redis server ended (see {server.directory}/redis.log); what it acknowledged is kept: use --resume"
+            f"the embedded Redis server ended ({server.directory}/redis.log: {server.last_words()}); "
+            f"what it acknowledged is kept: mend the cause (space on the disk?) and use --resume"
         )
 
 
-def run_display(config: RunConfig, layout: RunLayout, identity: RunIdentity, *, console: Console | None = None) -> Display:
+def run_display(config: RunConfig, prepared: PreparedRun, *, console: Console | None = None) -> Display:
     """What shows a run on a terminal."""
     return progress_display(
-        layout,
-        title=f"{identity.run_id}  {config.run_dir}",
+        prepared.layout,
+        title=f"{prepared.identity.run_id}  {config.run_dir}",
         max_steps=config.trainer.max_steps,
         max_lag=config.staleness.max_lag,
         console=console,

@@ -17,6 +17,7 @@ from async_rl.monitor.metrics_file import MetricsHistory
 from async_rl.monitor.text import count, number, seconds, share
 
 WIDTH = 96
+LAG_WIDTH = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +114,12 @@ def _middle(page: SummaryPage, width: int) -> RenderableType:
         ("masked", f"{share(figures.masked_share)} of trajectories"),
     ):
         left.add_row(name, value)
-    histogram = bars(figures.lag_histogram, width=20, label="lag")
+    histogram = bars(figures.lag_histogram, width=LAG_WIDTH - 15, label="lag")
     right = Group(
         Text("lag of trajectories, in steps", style="dim"), *(Text(line, style="cyan", no_wrap=True) for line in histogram)
     )
     table = Table.grid(padding=(0, 3))
-    table.add_column(width=width // 2)
+    table.add_column(width=width - 3 - LAG_WIDTH)
     table.add_column()
     table.add_row(left, right)
     return table

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ from async_rl.config import load_config
 from async_rl.config.run import ModelConfig, RedisConfig
 from async_rl.errors import ConfigError, DataError, QueueUnavailable, RoleFailed, RunDirError
 from async_rl.launch import local
+from async_rl.launch.prepare import changed_settings, prepare, without_password
 from async_rl.launch.processes import RoleSpec
 from async_rl.launch.role_table import REDIS_URL_VARIABLE
 from async_rl.run_dir.files import read_json_lines
@@ -119,7 +121,7 @@ def test_a_servers_password_is_handed_over_and_never_written(config: RunConfig, 
     ],
 )
 def test_only_the_password_leaves_an_address(url: str, shown: str) -> None:
-    assert local.without_password(url) == shown
+    assert without_password(url) == shown
 
 
 def test_the_first_failure_ends_the_run_with_its_reason_and_is_on_record(config: RunConfig, roles: Roles) -> None:
@@ -199,3 +201,31 @@ def test_a_run_in_use_is_not_overwritten(config: RunConfig, roles: Roles) -> Non
     with local.run_lock(config.run_dir), pytest.raises(RunDirError, match="in use by process"):
         run(config, overwrite=True, console=False)
     assert json.loads(RunLayout(config.run_dir).run_json.read_text()) == identity
+
+
+def test_a_resumed_run_names_what_changed_since_its_last_start(config: RunConfig) -> None:
+    with_password = config.model_copy(update={"redis": RedisConfig(url="redis://me:hunter2@host/0")})
+    prepare(with_password, resume=False, overwrite=False)
+    assert prepare(with_password, resume=True, overwrite=False).changes == []
+    further = with_password.model_copy(
+        update={
+            "trainer": config.trainer.model_copy(update={"max_steps": 7}),
+            "redis": RedisConfig(url="redis://me:other@host/1"),
+        }
+    )
+    assert prepare(further, resume=True, overwrite=False).changes == [
+        "trainer.max_steps: 100 → 7",
+        'redis.url: "redis://me@host/0" → "redis://me@host/1"',
+    ]
+
+
+def test_unset_settings_are_compared_too(config: RunConfig) -> None:
+    bounded = config.model_copy(update={"data": config.data.model_copy(update={"data_epochs": 2})})
+    assert changed_settings(config, bounded) == ["data.data_epochs: not set → 2"]
+
+
+def test_the_supervisor_stays_small(config: RunConfig) -> None:
+    code = (
+        "import sys, async_rl.launch.local, async_rl.launch.look; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -17,7 +17,7 @@ import pytest
 
 from async_rl.config import load_config
 from async_rl.launch.embedded_redis import EmbeddedRedis
-from async_rl.launch.local import write_config
+from async_rl.launch.prepare import write_config
 from async_rl.run_dir.layout import RunLayout, create_run
 from async_rl.testing.builders import make_group, make_task, make_trajectory
 from async_rl.testing.roles import until

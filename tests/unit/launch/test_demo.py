@@ -15,6 +15,7 @@ from async_rl.errors import ConfigError
 from async_rl.evaluation.held_out import EvaluationPlan, SampleCompletion
 from async_rl.launch import demo
 from async_rl.launch.evaluate import evaluate_model
+from async_rl.launch.prepare import prepare
 from async_rl.launch.warmup import WarmupPlan
 from async_rl.monitor.figures import RunFigures
 from async_rl.run_dir.layout import RunLayout, create_run
@@ -46,6 +47,14 @@ def test_the_model_is_made_in_the_run_directory_unless_one_is_named(tmp_path: Pa
     assert made.trainer.max_steps == 3
     assert demo.demo_config([f"--model.path={tmp_path}/mine"]).model.path == tmp_path / "mine"
     check(made)
+
+
+def test_a_resumed_demo_keeps_the_settings_that_it_was_started_with(tmp_path: Path) -> None:
+    first = demo.demo_config([f"--run_dir={tmp_path}/d", "--environment.args.length=3", "--seed=4"])
+    prepare(first, resume=False, overwrite=False)
+    assert demo.demo_config([f"--run_dir={tmp_path}/d"], resume=True) == first
+    further = demo.demo_config([f"--run_dir={tmp_path}/d", "--trainer.max_steps=9"], resume=True)
+    assert (further.trainer.max_steps, further.environment.args, further.seed) == (9, {"length": 3}, 4)
 
 
 def test_a_task_without_prompts_of_its_own_is_refused_before_anything_is_written(tmp_path: Path) -> None:
