@@ -23,7 +23,9 @@ class VersionSpan:
         if not 0 <= self.start < self.end:
             raise ValueError(f"VersionSpan start={self.start} end={self.end}: needs 0 <= start < end")
         if not 0 <= self.kv_version <= self.version:
-            raise ValueError(f"VersionSpan kv_version={self.kv_version} version={self.version}: needs 0 <= kv_version <= version")
+            raise ValueError(
+                f"VersionSpan kv_version={self.kv_version} version={self.version}: needs 0 <= kv_version <= version"
+            )
 
 
 def spans_from_tokens(positions: Sequence[int], versions: Sequence[int], kv_versions: Sequence[int]) -> tuple[VersionSpan, ...]:
