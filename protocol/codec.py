@@ -1,116 +1,82 @@
 """Messages to bytes and back: msgpack maps with raw arrays, every field named, typed and checked in both directions.
 
-A frame is `{"schema": SCHEMA_VERSION, "kind": "prompt_task" | "trajectory_group", "body": {...}}`. Spans and turns are
-short lists, everything else is a map from field name to value. See docs/wire-protocol.md.
+A frame is `{"schema": SCHEMA_VERSION, "kind": "prompt_task" | "trajectory_group", "body": {...}}`, the bodies maps from field
+name to value. See docs/wire-protocol.md.
 
-What cannot be true (lengths that differ, a span outside its tokens) is refused here. What is merely bad (NaN logprobs,
-nothing sampled) passes: the trainer quarantines it with a reason instead of losing it.
+Two ways lead to the same bytes. The fast one (msgspec, in C) takes messages that are exactly right: the sender compares the
+types first; the reader decodes into the dataclasses and encodes again, and only equal bytes are taken, so nothing unknown,
+doubled or left over passes. Everything else goes field by field through `checked_codec`, which explains or accepts it.
+
+What cannot be true (lengths that differ, a span outside its tokens) is refused. What is merely bad (NaN logprobs, nothing
+sampled) passes: the trainer quarantines it with a reason instead of losing it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
+from protocol.checked_codec import (
+    FLOAT32,
+    GROUP,
+    GROUP_KIND,
+    INT32,
+    REWARD,
+    SAMPLING,
+    SPAN,
+    TASK,
+    TASK_KIND,
+    TIMINGS,
+    TRAJECTORY,
+    TURN,
+    UINT8,
+    check_task,
+    check_trajectory,
+    decode_checked,
+    encode_checked,
+)
 from protocol.errors import CodecError
-from protocol.messages import (
-    SCHEMA_VERSION,
-    FinishReason,
-    Message,
-    PromptTask,
-    Reward,
-    SamplingParams,
-    Timings,
-    Trajectory,
-    TrajectoryGroup,
-    Turn,
-    UInt8Array,
-)
-from protocol.packing import check_json, nearest, pack, pack_array, pack_unchecked, unpack, unpack_unchecked
-from protocol.records import (
-    FieldError,
-    Record,
-    anything,
-    below,
-    each,
-    integer,
-    mapping,
-    number,
-    optional_number,
-    optional_text,
-    sequence,
-    shown,
-    text,
-    under,
-)
-from protocol.versions import VersionSpan
+from protocol.messages import SCHEMA_VERSION, FinishReason, Message, PromptTask, Trajectory, TrajectoryGroup
+from protocol.packing import array_code, pack, read_array, unpack
+from protocol.records import each, under
 
-__all__ = ["check_trajectory", "decode", "decode_group", "decode_task", "encode", "pack", "unpack"]
+__all__ = ["decode", "decode_group", "decode_task", "encode", "pack", "unpack"]
 
-_INT32, _FLOAT32, _UINT8 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
-_FOUR_INTS, _TURN_TYPES = [int, int, int, int], [int, int, str]
-_SHORT_TOKENS = 4096
-_FLOATS, _STRINGS = {float}, {str}
-_FINISH = {reason.value: reason for reason in FinishReason}
-_TASK_KIND, _GROUP_KIND = "prompt_task", "trajectory_group"
-
-# Names and order are the dataclasses' own (a test compares them).
-FRAME = Record(schema=integer, kind=text, body=anything)
-TASK = Record(
-    run_id=text, task_id=text, source=text, data_epoch=integer, row=integer, repeat=integer, prompt=anything, columns=anything,
-    environment=text, group_size=integer, seed=integer, temperature=number, max_new_tokens=integer, issued_at_s=number,
-)  # fmt: skip
-GROUP = Record(task=anything, trajectories=anything, started_version=integer, published_at_s=number)
-TRAJECTORY = Record(
-    token_ids=anything, loss_mask=anything, behavior_logprobs=anything, versions=anything, sampling=anything, turns=anything,
-    finish_reason=anything, timings=anything, worker_id=text, engine_id=text, reward=anything,
-)  # fmt: skip
-SAMPLING = Record(
-    temperature=number, max_new_tokens=integer, seed=integer, stop_token_ids=sequence, top_p=number, top_k=integer
-)  # fmt: skip
-TIMINGS = Record(
-    started_at_s=number, finished_at_s=number, queued_s=number, generate_s=number, environment_s=number, reward_s=number
-)  # fmt: skip
-REWARD = Record(value=optional_number, components=mapping, invalid_reason=optional_text, error_type=optional_text)
+_DTYPES = (INT32, UINT8, FLOAT32)
+_INTS, _FLOATS, _REASONS = {int}, {float}, {FinishReason}
 
 
 # -- public ------------------------------------------------------------------------------------------------------
 def encode(message: Message) -> bytes:
     """The message's frame. Raises: CodecError naming the field."""
-    if isinstance(message, TrajectoryGroup):
-        kind, body = _GROUP_KIND, under(_GROUP_KIND, _pack_group, message)
-    elif isinstance(message, PromptTask):
-        kind, body = _TASK_KIND, under(_TASK_KIND, _pack_task, message)
-    else:
-        raise CodecError(f"{type(message).__name__} is not a message; messages: PromptTask, TrajectoryGroup")
-    return pack_unchecked({"schema": SCHEMA_VERSION, "kind": kind, "body": body})
+    try:
+        if isinstance(message, TrajectoryGroup) and _group_fits(message):
+            return _encoder.encode(_GroupFrame(SCHEMA_VERSION, "trajectory_group", message))
+        if isinstance(message, PromptTask) and _task_fits(message):
+            return _encoder.encode(_TaskFrame(SCHEMA_VERSION, "prompt_task", message))
+    except _NOT_TAKEN:
+        pass  # explained below
+    return encode_checked(message)
 
 
 def decode(payload: bytes | memoryview) -> Message:
     """The frame's message; its arrays are read-only views. Raises: CodecError naming what and where."""
-    frame = unpack_unchecked(payload)
-    if frame.__class__ is not dict:
-        raise CodecError(f"frame is a {type(frame).__name__}, not a map of schema, kind and body")
-    if "schema" in frame and frame["schema"] != SCHEMA_VERSION:
-        raise CodecError(
-            f"schema version {frame['schema']!r} is not known; this reader knows {SCHEMA_VERSION}: run one release everywhere"
-        )
-    _, kind, body = FRAME.read(frame)
-    if kind == _GROUP_KIND:
-        return under(kind, _read_group, body)
-    if kind == _TASK_KIND:
-        return under(kind, _read_task, body)
-    raise CodecError(f"unknown kind {kind!r}{nearest(kind, (_TASK_KIND, _GROUP_KIND))}")
+    data = payload if isinstance(payload, bytes) else bytes(payload)
+    if data.startswith(_GROUP_HEAD):
+        return _decode_group(data)
+    if data.startswith(_TASK_HEAD):
+        return _decode_task(data)
+    return decode_checked(data)
 
 
 def decode_task(payload: bytes | memoryview) -> PromptTask:
     """Like `decode`; refuses everything but a PromptTask."""
     message = decode(payload)
     if not isinstance(message, PromptTask):
-        raise CodecError(f"expected a {_TASK_KIND}, got a {_GROUP_KIND}")
+        raise CodecError(f"expected a {TASK_KIND}, got a {GROUP_KIND}")
     return message
 
 
@@ -118,248 +84,107 @@ def decode_group(payload: bytes | memoryview) -> TrajectoryGroup:
     """Like `decode`; refuses everything but a TrajectoryGroup."""
     message = decode(payload)
     if not isinstance(message, TrajectoryGroup):
-        raise CodecError(f"expected a {_GROUP_KIND}, got a {_TASK_KIND}")
+        raise CodecError(f"expected a {GROUP_KIND}, got a {TASK_KIND}")
     return message
 
 
-# -- to maps -----------------------------------------------------------------------------------------------------
-def _pack_task(task: PromptTask) -> dict[str, Any]:
-    body = TASK.pack(task)
-    prompt = body["prompt"] = task.prompt if isinstance(task.prompt, str) else list(task.prompt)
-    check_json(prompt, "prompt")
-    columns = body["columns"] = dict(task.columns)
-    check_json(columns, "columns")
-    return body
+# -- the fast way ------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class _TaskFrame:
+    schema: Literal[1]
+    kind: Literal["prompt_task"]
+    body: PromptTask
 
 
-def _pack_group(group: TrajectoryGroup) -> dict[str, Any]:
-    body = GROUP.pack(group)
-    body["task"] = under("task", _pack_task, group.task)
-    body["trajectories"] = each("trajectories", _pack_trajectory, group.trajectories)
-    return body
+@dataclass(frozen=True, slots=True)
+class _GroupFrame:
+    schema: Literal[1]
+    kind: Literal["trajectory_group"]
+    body: TrajectoryGroup
 
 
-def _pack_trajectory(t: Trajectory) -> dict[str, Any]:
-    at = "token_ids"  # which field is in hand, for the path of an error; cheaper than a call per field
+def _send_array(array: object) -> msgspec.msgpack.Ext:
+    """Called for what msgspec does not know itself; `_arrays_fit` has seen every array."""
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"{type(array).__name__} cannot be sent")
+    return msgspec.msgpack.Ext(array_code(array), np.ascontiguousarray(array).data.cast("B") if array.size else b"")
+
+
+def _read_ext(code: int, body: memoryview) -> Any:
+    return read_array(code, body)
+
+
+def _keep(annotation: type, value: Any) -> Any:
+    return value  # an array; `_arrays_fit` compares its dtype with the field's
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_send_array)
+_task_decoder = msgspec.msgpack.Decoder(_TaskFrame, ext_hook=_read_ext, dec_hook=_keep)
+_group_decoder = msgspec.msgpack.Decoder(_GroupFrame, ext_hook=_read_ext, dec_hook=_keep)
+_NOT_TAKEN = (msgspec.MsgspecError, CodecError, TypeError, ValueError, OverflowError, RecursionError)
+_GROUP_HEAD, _TASK_HEAD = (
+    msgspec.msgpack.encode({"schema": SCHEMA_VERSION, "kind": kind, "body": None})[:-1] for kind in (GROUP_KIND, TASK_KIND)
+)
+
+
+def _decode_task(data: bytes) -> Message:
     try:
-        token_ids = pack_array(t.token_ids, _INT32)
-        at = "loss_mask"
-        loss_mask = pack_array(t.loss_mask, _UINT8)
-        at = "behavior_logprobs"
-        behavior_logprobs = pack_array(t.behavior_logprobs, _FLOAT32)
-        at = "sampling"
-        sampling = _pack_sampling(t.sampling)
-        at = "timings"
-        timings = TIMINGS.pack(t.timings)
-        at = "reward"
-        reward = None if t.reward is None else _pack_reward(t.reward)
-    except CodecError as error:
-        raise below(at, error) from None
-    check_trajectory(t)
-    return {
-        "token_ids": token_ids,
-        "loss_mask": loss_mask,
-        "behavior_logprobs": behavior_logprobs,
-        "versions": each("versions", _pack_span, t.versions),
-        "sampling": sampling,
-        "turns": each("turns", _pack_turn, t.turns),
-        "finish_reason": str(t.finish_reason),
-        "timings": timings,
-        "worker_id": text(t.worker_id, "worker_id"),
-        "engine_id": text(t.engine_id, "engine_id"),
-        "reward": reward,
-    }
+        frame = _task_decoder.decode(data)
+        if _encoder.encode(frame) != data:
+            return decode_checked(data)
+    except _NOT_TAKEN:
+        return decode_checked(data)
+    under(TASK_KIND, check_task, frame.body)
+    return frame.body
 
 
-def _pack_span(span: VersionSpan) -> list[int]:
-    numbers = [span.start, span.end, span.version, span.kv_version]
-    if [*map(type, numbers)] == _FOUR_INTS:
-        return numbers
-    return [integer(value, name) for value, name in zip(numbers, VersionSpan.__slots__, strict=True)]
+def _decode_group(data: bytes) -> Message:
+    try:
+        frame = _group_decoder.decode(data)
+        if not all(map(_arrays_fit, frame.body.trajectories)) or _encoder.encode(frame) != data:
+            return decode_checked(data)
+    except _NOT_TAKEN:
+        return decode_checked(data)
+    under(GROUP_KIND, _check_group, frame.body)
+    return frame.body
 
 
-def _pack_turn(turn: Turn) -> list[Any]:
-    return [integer(turn.start, "start"), integer(turn.end, "end"), str(turn.finish_reason)]
+def _check_group(group: TrajectoryGroup) -> None:
+    under("task", check_task, group.task)
+    each("trajectories", check_trajectory, group.trajectories)
 
 
-def _pack_sampling(sampling: SamplingParams) -> dict[str, Any]:
-    return {
-        "temperature": number(sampling.temperature, "temperature"),
-        "max_new_tokens": integer(sampling.max_new_tokens, "max_new_tokens"),
-        "seed": integer(sampling.seed, "seed"),
-        "stop_token_ids": [integer(token_id, "stop_token_ids") for token_id in sampling.stop_token_ids],
-        "top_p": number(sampling.top_p, "top_p"),
-        "top_k": integer(sampling.top_k, "top_k"),
-    }
+# -- may this message be sent as it is? `encode_checked` says why not ----------------------------------------------
+def _task_fits(task: PromptTask) -> bool:
+    if not TASK.fits(task) or task.columns.__class__ is not dict:
+        return False
+    check_task(task)
+    return True
 
 
-def _pack_reward(reward: Reward) -> dict[str, Any]:
-    return {
-        "value": optional_number(reward.value, "value"),
-        "components": _components(reward.components),
-        "invalid_reason": optional_text(reward.invalid_reason, "invalid_reason"),
-        "error_type": optional_text(reward.error_type, "error_type"),
-    }
+def _group_fits(group: TrajectoryGroup) -> bool:
+    return GROUP.fits(group) and _task_fits(group.task) and all(map(_trajectory_fits, group.trajectories))
 
 
-# -- from maps ---------------------------------------------------------------------------------------------------
-def _read_task(body: Any) -> PromptTask:
-    task = PromptTask(*TASK.read(body))
-    check_json(mapping(task.columns, "columns"), "columns")
-    if isinstance(task.prompt, str):
-        return task
-    prompt = sequence(task.prompt, "prompt")
-    for index, chat_message in enumerate(prompt):
-        check_json(mapping(chat_message, f"prompt[{index}]"), f"prompt[{index}]")
-    return replace(task, prompt=tuple(prompt))
-
-
-def _read_group(body: Any) -> TrajectoryGroup:
-    task, trajectories, started_version, published_at_s = GROUP.read(body)
-    return TrajectoryGroup(
-        under("task", _read_task, task),
-        tuple(each("trajectories", _read_trajectory, sequence(trajectories, "trajectories"))),
-        started_version,
-        published_at_s,
+def _trajectory_fits(t: Trajectory) -> bool:
+    fits = (
+        TRAJECTORY.fits(t)
+        and _arrays_fit(t)
+        and SAMPLING.fits(t.sampling)
+        and TIMINGS.fits(t.timings)
+        and {*map(type, t.sampling.stop_token_ids)} <= _INTS
+        and all(map(SPAN.fits, t.versions))
+        and all(map(TURN.fits, t.turns))
+        and {type(t.finish_reason), *[type(turn.finish_reason) for turn in t.turns]} == _REASONS
+        and (t.reward is None or (REWARD.fits(t.reward) and {*map(type, t.reward.components.values())} <= _FLOATS))
     )
+    if fits:
+        check_trajectory(t)
+    return fits
 
 
-def _read_trajectory(body: Any) -> Trajectory:
-    (token_ids, loss_mask, logprobs, versions, sampling, turns, finish_reason, timings, worker_id, engine_id, reward) = (
-        TRAJECTORY.read(body)
-    )
-    at = "sampling"  # which field is in hand, for the path of an error; cheaper than a call per field
-    try:
-        sampling = _read_sampling(sampling)
-        at = "timings"
-        timings = Timings(*TIMINGS.read(timings))
-        at = "reward"
-        reward = None if reward is None else _read_reward(reward)
-    except CodecError as error:
-        raise below(at, error) from None
-    trajectory = Trajectory(
-        _array(token_ids, _INT32, "token_ids"),
-        _array(loss_mask, _UINT8, "loss_mask"),
-        _array(logprobs, _FLOAT32, "behavior_logprobs"),
-        tuple(each("versions", _read_span, sequence(versions, "versions"))),
-        sampling,
-        tuple(each("turns", _read_turn, sequence(turns, "turns"))),
-        _finish_reason(finish_reason),
-        timings,
-        worker_id,
-        engine_id,
-        reward,
-    )
-    check_trajectory(trajectory)
-    return trajectory
-
-
-def _read_span(item: Any) -> VersionSpan:
-    if item.__class__ is not list or [*map(type, item)] != _FOUR_INTS:
-        raise CodecError(f"expected [start, end, version, kv_version], got {shown(item)}")
-    try:
-        return VersionSpan(*item)
-    except ValueError as error:
-        raise CodecError(str(error)) from error
-
-
-def _read_turn(item: Any) -> Turn:
-    if item.__class__ is not list or [*map(type, item)] != _TURN_TYPES:
-        raise CodecError(f"expected [start, end, finish_reason], got {shown(item)}")
-    return Turn(item[0], item[1], _finish_reason(item[2]))
-
-
-def _read_sampling(body: Any) -> SamplingParams:
-    temperature, max_new_tokens, seed, stop_token_ids, top_p, top_k = SAMPLING.read(body)
-    stops = tuple([integer(token_id, "stop_token_ids") for token_id in stop_token_ids])
-    return SamplingParams(temperature, max_new_tokens, seed, stops, top_p, top_k)
-
-
-def _read_reward(body: Any) -> Reward:
-    value, components, invalid_reason, error_type = REWARD.read(body)
-    try:
-        return Reward(value, _components(components), invalid_reason, error_type)
-    except ValueError as error:
-        raise CodecError(str(error)) from error
-
-
-def _components(components: Mapping[str, float]) -> dict[str, float]:
-    if {*map(type, components.values())} <= _FLOATS and {*map(type, components)} <= _STRINGS:
-        return dict(components)
-    return {text(name, "components"): number(value, f"components.{name}") for name, value in components.items()}
-
-
-def _array(value: Any, dtype: np.dtype[Any], name: str) -> Any:
-    if value.__class__ is not np.ndarray:
-        raise FieldError(name, f"expected an array of {dtype.name}, got {shown(value)}")
-    if value.dtype != dtype:
-        raise FieldError(name, f"dtype {value.dtype.name} is not {dtype.name}")
-    return value
-
-
-def _finish_reason(value: Any) -> FinishReason:
-    reason = _FINISH.get(value) if value.__class__ is str else None
-    if reason is None:
-        raise FieldError("finish_reason", f"unknown {shown(value)}{nearest(value, _FINISH)}")
-    return reason
-
-
-# -- what must hold between a trajectory's fields --------------------------------------------------------------------
-def check_trajectory(t: Trajectory) -> None:
-    """Raise CodecError unless lengths agree, spans cover exactly the sampled tokens, and only sampled tokens are trained."""
-    length, mask = len(t.token_ids), t.loss_mask
-    if len(mask) != length or len(t.behavior_logprobs) != length:
-        raise CodecError(
-            f"token_ids, loss_mask and behavior_logprobs must have one length; "
-            f"they have {length}, {len(mask)} and {len(t.behavior_logprobs)}"
-        )
-    sampled = _merged("turns", t.turns, length)
-    covered = _merged("versions", t.versions, length)
-    if sampled != covered:
-        raise FieldError(
-            "versions", f"cover tokens {_ranges(covered)}, but turns sampled {_ranges(sampled)}; they must be equal"
-        )
-    _check_mask(mask, sampled)
-
-
-def _check_mask(mask: UInt8Array, sampled: list[tuple[int, int]]) -> None:
-    """0 or 1 everywhere, 1 only where sampled. Short masks as bytes: numpy costs more per call than the work."""
-    if len(mask) <= _SHORT_TOKENS:
-        flags = mask.tobytes()
-        if flags.translate(None, b"\x00\x01"):
-            raise FieldError("loss_mask", f"holds {max(flags)}; it may hold 0 and 1 only")
-        outside, last = 0, 0
-        for start, end in sampled:
-            outside += flags.count(1, last, start)
-            last = end
-        outside += flags.count(1, last)
-    else:
-        if mask.max() > 1:
-            raise FieldError("loss_mask", f"holds {mask.max()}; it may hold 0 and 1 only")
-        outside = int(np.count_nonzero(mask)) - sum([int(np.count_nonzero(mask[start:end])) for start, end in sampled])
-    if outside:
-        raise FieldError("loss_mask", f"trains {outside} tokens outside the sampled ranges {_ranges(sampled)}")
-
-
-def _merged(name: str, parts: Iterable[Turn | VersionSpan], length: int) -> list[tuple[int, int]]:
-    """The parts' token ranges, empty ones left out and touching ones joined; they must ascend inside [0, length)."""
-    merged: list[tuple[int, int]] = []
-    last = 0
-    for index, part in enumerate(parts):
-        start, end = part.start, part.end
-        if not last <= start <= end <= length:
-            raise FieldError(
-                f"{name}[{index}]",
-                f"[{start}, {end}) must lie in [{last}, {length}) "
-                f"({name} ascend without overlap inside the {length} token_ids)",
-            )
-        if start < end:
-            if merged and merged[-1][1] == start:
-                start = merged.pop()[0]
-            merged.append((start, end))
-        last = end
-    return merged
-
-
-def _ranges(ranges: list[tuple[int, int]]) -> str:
-    return " ".join(f"[{start}, {end})" for start, end in ranges) or "none"
+def _arrays_fit(t: Trajectory) -> bool:
+    for array, dtype in zip((t.token_ids, t.loss_mask, t.behavior_logprobs), _DTYPES, strict=True):
+        if array.__class__ is not np.ndarray or array.ndim != 1 or array.dtype != dtype:
+            return False
+    return True

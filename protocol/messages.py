@@ -1,6 +1,7 @@
 """The messages that roles send each other. Frozen, torch-free, and the only things on a stream.
 
-One stream entry is one message. `SCHEMA_VERSION` grows with every change of a field; a reader refuses a version it does not know.
+One stream entry is one message. `SCHEMA_VERSION` grows with every change of a field; a reader refuses a version that it does
+not know.
 """
 
 from __future__ import annotations
@@ -8,20 +9,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from protocol.versions import VersionSpan, oldest_version
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Final = 1
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Float32Array: TypeAlias = npt.NDArray[np.float32]
 UInt8Array: TypeAlias = npt.NDArray[np.uint8]
-Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
-ChatMessage: TypeAlias = "dict[str, Json]"
+if TYPE_CHECKING:
+    Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+else:
+    Json = Any  # the codec's decoder reads these annotations at run time, and checks JSON values itself
+ChatMessage: TypeAlias = dict[str, Json]
 
 
 class FinishReason(StrEnum):

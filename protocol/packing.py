@@ -97,7 +97,7 @@ def unpack_unchecked(data: bytes | memoryview) -> Any:
 
 def _unpack(data: bytes | memoryview, read_map: Callable[[list[tuple[Any, Any]]], dict[str, Any]] | None) -> Any:
     try:
-        return msgpack.unpackb(data, ext_hook=_read_ext, object_pairs_hook=read_map, raw=False, strict_map_key=True)
+        return msgpack.unpackb(data, ext_hook=read_array, object_pairs_hook=read_map, raw=False, strict_map_key=True)
     except CodecError:
         raise
     except msgpack.ExtraData as error:
@@ -117,13 +117,22 @@ def _hint(data: bytes | memoryview) -> str:
 _PICKLE_HEADS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 
-def _read_ext(code: int, body: bytes) -> np.ndarray[Any, np.dtype[Any]]:
+def array_code(array: np.ndarray[Any, np.dtype[Any]]) -> int:
+    """The ext code of the array's dtype. Raises: CodecError if it is not allowed."""
+    code = _CODE_OF.get(array.dtype)
+    if code is None:
+        raise CodecError(f"dtype {array.dtype} is not one of {_ALLOWED}")
+    return code
+
+
+def read_array(code: int, body: bytes | memoryview) -> np.ndarray[Any, np.dtype[Any]]:
+    """A read-only view of an ext value's body. Raises: CodecError for unknown codes and torn values."""
     dtype = ARRAY_DTYPES.get(code)
     if dtype is None:
         raise CodecError(f"unknown ext code {code}; known: {', '.join(f'{c} ({d.name})' for c, d in ARRAY_DTYPES.items())}")
     if len(body) % dtype.itemsize:
         raise CodecError(f"array of {dtype.name} has {len(body)} bytes, not a multiple of {dtype.itemsize}")
-    return np.frombuffer(body, dtype)  # read-only: bytes are immutable
+    return np.frombuffer(body, dtype)
 
 
 def _read_map(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
