@@ -36,7 +36,7 @@ def connect_store(address: str, timeout_s: float) -> TCPStore:
         return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
     except (RuntimeError, ValueError) as error:
         raise WeightPushError(
-            f"the publisher's store at {address!r} does not answer within {timeout_s:.1f} s: {error}"
+            f"the publisher's store at {address!r} does not answer within {timeout_s:.1f} s: {_reason(error)}"
         ) from error
 
 
@@ -66,7 +66,7 @@ class GlooGroup:
             self._group = gloo(PrefixStore(prefix, store), rank, len(plan.participants) + 1, options)
         except RuntimeError as error:
             raise WeightPushError(
-                f"group {plan.generation} of {', '.join(plan.participants)} did not meet in {timeout_s:.1f} s: {error}"
+                f"group {plan.generation} of {', '.join(plan.participants)} did not meet in {timeout_s:.1f} s: {_reason(error)}"
             ) from error
 
     def broadcast(self, buckets: tuple[torch.Tensor, ...], *, deadline: float) -> None:
@@ -85,4 +85,11 @@ class GlooGroup:
             try:
                 self._group.broadcast([bucket], options).wait()
             except RuntimeError as error:
-                raise WeightPushError(f"bucket {index + 1} of {len(buckets)} ({len(bucket)} bytes): {error}") from error
+                raise WeightPushError(
+                    f"bucket {index + 1} of {len(buckets)} ({len(bucket)} bytes): {_reason(error)}"
+                ) from error
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong without torch's C++ stack, which follows on lines of its own."""
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -217,3 +219,20 @@ def test_subcommands_without_overrides_refuse_what_they_do_not_know(capsys):
 def test_a_typo_of_an_own_option_is_refused_as_an_unknown_key(config):
     with pytest.raises(ConfigError, match="'dryrun' at the top level"):
         load_config(config, split_overrides(["--dryrun", "1"], OWN)[1], {})
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_an_error_that_cannot_be_printed_still_has_its_exit_code(monkeypatch):
+    with io.FileIO("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(full, write_through=True))  # as the interpreter opens it
+        with pytest.raises(SystemExit) as end, cli_errors(debug=False):
+            raise DataError("x")
+    assert end.value.code == 3
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_is_named_with_its_file(number, capsys):
+    with pytest.raises(SystemExit) as end, cli_errors(debug=False):
+        raise OSError(number, "no room", "/run/x")
+    assert end.value.code == 4
+    assert capsys.readouterr().err == "error: the disk is full while writing /run/x: free space, then continue with --resume\n"
