@@ -49,8 +49,8 @@ def make_config(model_dir: Path, tmp_path: Path) -> Callable[..., RunConfig]:
             "trainer.max_steps": 4,
             "redis.lease_s": 3.0,
         }
-        flags = [f"--{key}={value}" for key, value in {**base, **{k.replace("__", "."): v for k, v in settings.items()}}.items()]
-        return load_config(None, flags, {}).config
+        chosen = {**base, **{name.replace("__", "."): value for name, value in settings.items()}}
+        return load_config(None, [f"--{key}={value}" for key, value in chosen.items()], {}).config
 
     return make
 
