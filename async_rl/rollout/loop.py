@@ -72,6 +72,7 @@ class RolloutLoop:
         self._clock = clock
         self._log = get_logger()
         self._in_flight: set[asyncio.Task[None]] = set()
+        self._held: set[str] = set()  # entries that are sampled or about to be published
         self._finished: asyncio.Queue[tuple[Delivery, PromptTask, TrajectoryGroup]] = asyncio.Queue()
         self._room = asyncio.Event()
         self._served = False
@@ -113,11 +114,25 @@ class RolloutLoop:
             deliveries = await self._streams.read(Stream.TASKS, self._settings.worker_id, count=count, block_s=READ_BLOCK_S)
             if not deliveries and await self._is_over():
                 return
-            if self._clock() - last_claim >= self._settings.lease_s / 2:
-                last_claim = self._clock()
-                deliveries = [*deliveries, *await self._streams.claim(Stream.TASKS, self._settings.worker_id, count=count)]
             for delivery in deliveries:
                 self._start(groups, delivery)
+            if self._clock() - last_claim >= self._settings.lease_s / 2:
+                last_claim = self._clock()
+                await self._take_left_over(groups)
+
+    async def _take_left_over(self, groups: asyncio.TaskGroup) -> None:
+        """What is ours although its delivery never reached us (a lost reply), and what workers that are gone held."""
+        worker_id = self._settings.worker_id
+        before = set(self._held)
+        for delivery in await self._streams.own_pending(Stream.TASKS, worker_id):
+            if delivery.entry_id not in before:
+                self._start(groups, delivery)
+        room = self._settings.max_groups_in_flight - len(self._in_flight)
+        if room <= 0:
+            return
+        for delivery in await self._streams.claim(Stream.TASKS, worker_id, count=room):
+            self._log.info(Event.TASK_RECLAIMED, task_id=delivery.task_id, deliveries=delivery.delivery_count)
+            self._start(groups, delivery)
 
     async def _has_room(self) -> bool:
         """Wait, at most READ_BLOCK_S, until a first version is served and a group may start."""
@@ -141,6 +156,7 @@ class RolloutLoop:
 
     def _start(self, groups: asyncio.TaskGroup, delivery: Delivery) -> None:
         self._usage.begin(len(self._in_flight))
+        self._held.add(delivery.entry_id)
         task = groups.create_task(self._serve(delivery))
         self._in_flight.add(task)
         task.add_done_callback(self._end)
@@ -183,7 +199,8 @@ class RolloutLoop:
             while len(batch) < PUBLISH_BATCH and not self._finished.empty():
                 batch.append(self._finished.get_nowait())
             await self._publish(batch)
-            for _ in batch:
+            for delivery, _, _ in batch:
+                self._held.discard(delivery.entry_id)
                 self._finished.task_done()
 
     async def _publish(self, batch: Sequence[tuple[Delivery, PromptTask, TrajectoryGroup]]) -> None:
@@ -220,6 +237,7 @@ class RolloutLoop:
     async def _bury(self, delivery: Delivery, reason: str) -> None:
         self._log.error(Event.TASK_DEAD, task_id=delivery.task_id, entry_id=delivery.entry_id, reason=reason)
         await self._streams.bury(delivery, task_id=delivery.task_id, reason=reason)
+        self._held.discard(delivery.entry_id)
 
     async def _heartbeat(self) -> None:
         """Renew the lease from the loop itself: a loop that hangs loses its work to others."""

@@ -24,10 +24,12 @@ from async_rl.trainer.intake import BatchSettings, ComposedStep, Intake
 from async_rl.trainer.learner import Learner, Progress, StepResult
 from async_rl.trainer.step_metrics import group_metrics
 from async_rl.weights.publisher import Publisher, PushRequest, PushStats
-from protocol.streams import RunState, Streams
+from protocol.keys import trainer_consumer
+from protocol.streams import Delivery, RunState, Stream, Streams
 
 READ_COUNT = 64
 READ_BLOCK_S = 1.0
+LOOK_AROUND_S = 5.0  # a trainer that is never idle still finds what was left over
 SAY_WAITING_S = 10.0
 WAIT_SLICE_S = 1.0
 
@@ -157,16 +159,26 @@ class TrainerLoop:
 
     # -- intake ------------------------------------------------------------------------------------------------------
     async def _take_in(self, intake: Intake) -> None:
-        """Stream to log, for as long as it runs. At idle moments, what older incarnations still hold, and dead tasks."""
+        """Stream to log, for as long as it runs. When idle, and every LOOK_AROUND_S, what was left over, and dead tasks."""
         server = await self._streams.server_id()
+        looked = self._now()
         while True:
             deliveries = await self._streams.read_groups(self._epoch, count=READ_COUNT, block_s=READ_BLOCK_S)
-            if not deliveries:
-                deliveries = await self._streams.take_over(self._epoch, count=READ_COUNT)
-                await self._bury_dead(intake)
-                server = await self._after_server_change(server)
             if deliveries and await intake.take_in(deliveries):
                 self._arrived.set()
+            if deliveries and self._now() - looked < LOOK_AROUND_S:
+                continue
+            looked = self._now()
+            server = await self._after_server_change(server)
+            await self._bury_dead(intake)
+            left_over = await self._left_over()
+            if left_over and await intake.take_in(left_over):
+                self._arrived.set()
+
+    async def _left_over(self) -> Sequence[Delivery]:
+        """What this trainer was given but never saw (a lost reply), else what consumers of older epochs still hold."""
+        mine = await self._streams.own_pending(Stream.GROUPS, trainer_consumer(self._epoch))
+        return mine or await self._streams.take_over(self._epoch, count=READ_COUNT)
 
     async def _bury_dead(self, intake: Intake) -> None:
         dead = await self._streams.newly_dead(self._epoch)

@@ -40,7 +40,13 @@ def says_one(prompt: Sequence[int], sampling: SamplingParams) -> tuple[Sequence[
 
 class Scene:
     def __init__(
-        self, script: Script = says_one, *, version: int | None = 0, unscored: bool = False, metrics: Path | None = None
+        self,
+        script: Script = says_one,
+        *,
+        version: int | None = 0,
+        unscored: bool = False,
+        metrics: Path | None = None,
+        lease_s: float = 60.0,
     ) -> None:
         self.streams = MemoryStreams(max_message_bytes=4000)
         self.engine = ScriptedEngine(script, version=version)
@@ -57,7 +63,7 @@ class Scene:
         settings = RolloutSettings(
             worker_id="w",
             max_groups_in_flight=2,
-            lease_s=60.0,
+            lease_s=lease_s,
             max_deliveries=3,
             reopen_wait_s=0.0,
             unscored=unscored,
@@ -178,3 +184,21 @@ async def test_busy_and_idle_time_are_written_for_people_to_read(tmp_path: Path)
     (*_, last) = read_json_lines(tmp_path / "w.jsonl")
     assert (last["groups"], last["tokens"], last["duplicates"]) == (2, 8, 0)
     assert last["seconds"] == pytest.approx(last["busy_s"] + last["idle_s"])
+
+
+async def test_a_task_whose_delivery_was_lost_on_its_way_is_found_and_done() -> None:
+    scene = Scene(lease_s=0.2)
+    await scene.issue(task_payload(0), task_payload(1))
+    lost = await scene.streams.read(Stream.TASKS, "w", count=1, block_s=0)  # the reply never reaches the loop
+    await scene.run_until(Stream.GROUPS, 2)
+    groups = await scene.streams.read_groups(await scene.streams.raise_epoch(1), count=10, block_s=0)
+    assert sorted(str(group.task_id) for group in groups) == ["test:0:0:0", "test:0:1:0"]
+    assert lost[0].task_id == "test:0:0:0"
+
+
+async def test_a_task_in_flight_is_not_started_again_by_the_look_for_lost_deliveries() -> None:
+    scene = Scene(lease_s=0.0)  # looks in every round
+    await scene.issue(*(task_payload(row) for row in range(6)))
+    await scene.run_until(Stream.GROUPS, 6)
+    assert scene.loop._usage.duplicates == 0
+    assert scene.loop._usage.groups == 6
