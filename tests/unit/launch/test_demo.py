@@ -114,4 +114,4 @@ def test_the_next_commands_name_this_run(tmp_path: Path) -> None:
     config = demo.demo_config([f"--run_dir={tmp_path}/d"])
     commands = [command for command, _ in demo.next_commands(config, RunLayout(config.run_dir))]
     assert all(str(tmp_path / "d") in command for command in commands)
-    assert any("--resume" in command and "--trainer.max_steps=1200" in command for command in commands)
+    assert any("--resume" in command and "--trainer.max_steps=1600" in command for command in commands)
