@@ -41,6 +41,11 @@ class Keys:
         return f"{self.prefix}outstanding"
 
     @property
+    def started(self) -> str:
+        """Hash: outstanding task id → `version worker_id`, of who began it last."""
+        return f"{self.prefix}started"
+
+    @property
     def newly_dead(self) -> str:
         """Hash: task id → reason, of tasks in `dead` whose end is not in the intake log yet."""
         return f"{self.prefix}newly_dead"
@@ -54,6 +59,11 @@ class Keys:
     def workers(self) -> str:
         """Set: ids of the workers that ever sent a heartbeat and did not leave."""
         return f"{self.prefix}workers"
+
+    @property
+    def pulse(self) -> str:
+        """Hash: `at`, when the last lease was renewed; `since`, since when without a gap (server's ms)."""
+        return f"{self.prefix}pulse"
 
     def lease(self, worker_id: str) -> str:
         """String with a time to live: role and info of a live worker."""

@@ -16,11 +16,13 @@ from protocol.keys import epoch_of_consumer, trainer_consumer
 from protocol.streams import (
     SUSPECT_DELIVERIES,
     Counters,
+    DeadEntry,
     Delivery,
     Finished,
     IssuedTask,
     Publication,
     RunState,
+    Started,
     Stream,
     StreamDepth,
     WorkerLease,
@@ -53,17 +55,23 @@ class _Run:
     issued: int = 0
     discarded: int = 0
     entries: dict[Stream, dict[str, _Entry]] = field(default_factory=lambda: {stream: {} for stream in Stream})
-    reasons: dict[str, str] = field(default_factory=dict)  # entry id in `dead` → reason
+    deaths: dict[str, tuple[str, Stream]] = field(default_factory=dict)  # entry id in `dead` → reason, source
     outstanding: dict[str, tuple[Stream, str]] = field(default_factory=dict)  # task id → where it is
     newly_dead: dict[str, str] = field(default_factory=dict)
+    started: dict[str, Started] = field(default_factory=dict)
 
 
 class MemoryStreams:
     """See `protocol.streams.Streams` for what each method promises."""
 
-    def __init__(self, *, max_message_bytes: int = 256 * 2**20, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, *, max_message_bytes: int = 256 * 2**20, now: Callable[[], float] = time.monotonic, lease_s: float = 0.0
+    ) -> None:
         self._max_message_bytes = max_message_bytes
         self._now = now
+        self._lease_s = lease_s
+        self._renewed_s: float | None = None  # when a lease was last renewed, and since when without a gap
+        self._renewed_since_s = 0.0
         self._run = _Run()
         self._leases: dict[str, _Lease] = {}
         self._num_entries = 0
@@ -123,7 +131,11 @@ class MemoryStreams:
 
     # -- every worker --------------------------------------------------------------------------------------------
     async def heartbeat(self, worker_id: str, role: str, *, ttl_s: float, info: Mapping[str, str] | None = None) -> None:
-        self._leases[worker_id] = _Lease(role, dict(info or {}), self._now() + ttl_s)
+        now = self._now()
+        if self._renewed_s is None or now - self._renewed_s > ttl_s / 2:
+            self._renewed_since_s = now
+        self._renewed_s = now
+        self._leases[worker_id] = _Lease(role, dict(info or {}), now + ttl_s)
 
     async def leave(self, worker_id: str) -> None:
         self._leases.pop(worker_id, None)
@@ -150,6 +162,10 @@ class MemoryStreams:
         return taken
 
     async def claim(self, stream: Stream, worker_id: str, *, count: int) -> Sequence[Delivery]:
+        if self._lease_s > 0 and self._renewed_s is not None:
+            now = self._now()
+            if now - self._renewed_s > self._lease_s / 2 or now - self._renewed_since_s < self._lease_s:
+                return []  # everybody is to have the chance to renew first
         entries = self._run.entries[stream].values()
         may_take_suspect = not any(e.consumer == worker_id and e.delivery_count > SUSPECT_DELIVERIES for e in entries)
         claimed: list[Delivery] = []
@@ -164,6 +180,13 @@ class MemoryStreams:
     async def own_pending(self, stream: Stream, worker_id: str) -> Sequence[Delivery]:
         return [_delivery(stream, e) for e in self._run.entries[stream].values() if e.consumer == worker_id]
 
+    async def note_started(self, worker_id: str, versions: Mapping[str, int | None]) -> None:
+        for task_id, version in versions.items():
+            if version is None:
+                self._run.started.pop(task_id, None)
+            elif task_id in self._run.outstanding:
+                self._run.started[task_id] = Started(worker_id, version)
+
     async def publish(self, publications: Sequence[Publication]) -> Sequence[bool]:
         for publication in publications:
             check_size(publication.payload, self._max_message_bytes, f"group for {publication.target.value}")
@@ -177,7 +200,7 @@ class MemoryStreams:
         task_id = entry.task_id or task_id
         dead = self._append(Stream.DEAD, task_id, entry.payload or delivery.payload)
         dead.delivery_count = entry.delivery_count
-        self._run.reasons[dead.entry_id] = reason
+        self._run.deaths[dead.entry_id] = (reason, delivery.stream)
         if task_id in self._run.outstanding:
             self._run.outstanding[task_id] = (Stream.DEAD, dead.entry_id)
             self._run.newly_dead[task_id] = reason
@@ -208,6 +231,17 @@ class MemoryStreams:
             self._run.entries[Stream.GROUPS].pop(group.entry_id, None)
             self._run.outstanding.pop(group.task_id, None)
             self._run.newly_dead.pop(group.task_id, None)
+            self._run.started.pop(group.task_id, None)
+
+    async def in_flight(self) -> Mapping[str, Started]:
+        run, now = self._run, self._now()
+        alive = {name for name, lease in self._leases.items() if lease.expires_s > now}
+        placed = ((task_id, run.outstanding[task_id][0], started) for task_id, started in run.started.items())
+        return {
+            task_id: started
+            for task_id, stream, started in placed
+            if stream in (Stream.UNSCORED, Stream.GROUPS) or (stream is Stream.TASKS and started.worker_id in alive)
+        }
 
     async def newly_dead(self, epoch: int) -> Mapping[str, str]:
         self._fence(epoch)
@@ -218,6 +252,7 @@ class MemoryStreams:
         for task_id in task_ids:
             self._run.outstanding.pop(task_id, None)
             self._run.newly_dead.pop(task_id, None)
+            self._run.started.pop(task_id, None)
 
     async def report(self, epoch: int, *, discarded: int) -> None:
         self._fence(epoch)
@@ -236,6 +271,7 @@ class MemoryStreams:
             self._run.entries[stream].clear()
         self._run.outstanding.clear()
         self._run.newly_dead.clear()
+        self._run.started.clear()
 
     async def reopen(self, epoch: int) -> None:
         self._fence(epoch)
@@ -252,9 +288,36 @@ class MemoryStreams:
             depths[stream] = StreamDepth(len(entries), num_pending, None if oldest is None else now - oldest)
         return depths
 
-    async def dead_entries(self, *, count: int) -> Sequence[tuple[Delivery, str]]:
-        dead = list(self._run.entries[Stream.DEAD].values())[:count]
-        return [(_delivery(Stream.DEAD, entry), self._run.reasons[entry.entry_id]) for entry in dead]
+    async def dead_entries(self, *, count: int) -> Sequence[DeadEntry]:
+        return [self._dead_entry(entry) for entry in [*self._run.entries[Stream.DEAD].values()][:count]]
+
+    async def dead_entry(self, entry_id: str) -> DeadEntry | None:
+        entry = self._run.entries[Stream.DEAD].get(entry_id)
+        return None if entry is None else self._dead_entry(entry)
+
+    async def requeue(self, entry_id: str, *, repeat: IssuedTask, anew: bytes | None = None) -> str | None:
+        check_size(repeat.payload, self._max_message_bytes, f"task {repeat.task_id}")
+        check_size(anew or b"", self._max_message_bytes, f"task {entry_id}")
+        run = self._run
+        entry = run.entries[Stream.DEAD].get(entry_id)
+        if entry is None or entry.task_id is None or run.state is RunState.ENDED:
+            return None
+        task_id, target, payload = entry.task_id, run.deaths[entry_id][1], entry.payload
+        if task_id not in run.newly_dead:
+            if repeat.task_id in run.outstanding:
+                return None
+            task_id, target, payload = repeat.task_id, Stream.TASKS, repeat.payload
+            run.issued += 1
+        elif anew is not None:
+            target, payload = Stream.TASKS, anew
+        self._add(target, task_id, payload)
+        run.newly_dead.pop(task_id, None)
+        run.started.pop(task_id, None)
+        del run.entries[Stream.DEAD][entry_id]
+        return task_id
+
+    async def drop_dead(self, entry_id: str) -> bool:
+        return self._run.entries[Stream.DEAD].pop(entry_id, None) is not None
 
     # -- inside --------------------------------------------------------------------------------------------------
     def add_foreign(self, stream: Stream, payload: bytes) -> str:
@@ -272,13 +335,18 @@ class MemoryStreams:
     def _add(self, stream: Stream, task_id: str, payload: bytes) -> None:
         self._run.outstanding[task_id] = (stream, self._append(stream, task_id, payload).entry_id)
 
+    def _dead_entry(self, entry: _Entry) -> DeadEntry:
+        reason, source = self._run.deaths[entry.entry_id]
+        age_s, recorded = self._now() - entry.added_s, entry.task_id not in self._run.newly_dead
+        return DeadEntry(entry.entry_id, entry.task_id, entry.payload, reason, entry.delivery_count, source, age_s, recorded)
+
     def _publish(self, publication: Publication) -> bool:
         entry = self._run.entries[publication.source].get(publication.entry_id)
         if self._run.state is RunState.ENDED or entry is None or entry.consumer is None:
             return False
         del self._run.entries[publication.source][publication.entry_id]
-        if entry.task_id is None or entry.task_id not in self._run.outstanding:
-            return False  # its group is in the log already
+        if entry.task_id is None or self._run.outstanding.get(entry.task_id) != (publication.source, publication.entry_id):
+            return False  # its group is in the log already, or its task is elsewhere
         self._add(publication.target, entry.task_id, publication.payload)
         return True
 

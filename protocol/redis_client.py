@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from hashlib import sha1
@@ -30,6 +31,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from protocol.errors import EpochFenced, ProtocolError, QueueFull, QueueRefused, QueueUnavailable
+from protocol.tls import TlsFiles
 
 T = TypeVar("T")
 
@@ -39,7 +41,7 @@ _FENCED_SCRIPTS = frozenset(
 _PLAIN_SCRIPTS = frozenset(
     {
         "open", "issue", "mark_exhausted", "reissue", "heartbeat", "leave", "claim", "own_pending", "publish", "bury",
-        "raise_epoch", "depths",
+        "raise_epoch", "depths", "note_started", "in_flight", "requeue",
     }
 )  # fmt: skip
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.02, 1.0
@@ -47,6 +49,8 @@ _READ_SIZE_BYTES = 2**20
 _UNAVAILABLE_ERRORS = (ReadOnlyError, ClusterDownError, TryAgainError)
 _UNAVAILABLE_REPLIES = ("MISCONF", "NOREPLICAS", "BUSY Redis", "BUSY Valkey")
 """What a server answers that will be usable again (failing over, its disk full, in a long script)."""
+_USER, _QUERY = re.compile(r"//\S*@"), re.compile(r"\?\S*")
+_CUT_TLS = frozenset({"UNEXPECTED_EOF_WHILE_READING", "APPLICATION_DATA_AFTER_CLOSE_NOTIFY"})
 _LOST_STREAM_REPLIES = ("NOGROUP", "UNBLOCKED", "no longer exists", "no such key")
 
 
@@ -85,8 +89,9 @@ class RedisClient:
         retry_s: float,
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        tls: TlsFiles = TlsFiles(),
     ) -> None:
-        self.shown_url = re.sub(r"//[^@/]*@", "//***@", url)
+        self.shown_url = _QUERY.sub("?***", _USER.sub("//***@", url))
         self.retry_s = retry_s
         self._timeout_s = timeout_s
         self._now = now
@@ -103,6 +108,7 @@ class RedisClient:
                 socket_timeout=None,  # `_bounded` sets the deadline of each call, above its block time
                 socket_connect_timeout=timeout_s,
                 socket_read_size=_READ_SIZE_BYTES,
+                **(tls.as_redis_arguments() if url.startswith("rediss://") else {}),
             )
         except ValueError as error:
             raise QueueRefused(f"redis.url={self.shown_url!r}: {error}; use redis://, rediss:// or unix://") from error
@@ -182,9 +188,8 @@ class RedisClient:
         text = str(error)
         if isinstance(error, OutOfMemoryError) or "-OOM command not allowed" in text:  # as 6.2 says it
             return QueueFull(f"redis at {self.shown_url} is at maxmemory and refuses {name}; raise maxmemory or let it drain")
-        refusals = (AuthenticationError, AuthorizationError, NoPermissionError)
-        if isinstance(error, refusals) or isinstance(error.__cause__, refusals):
-            return QueueRefused(f"redis at {self.shown_url} refuses {name}: {text}; check user, password and ACL in redis.url")
+        if (refusal := _refusal(error)) is not None:
+            return QueueRefused(f"redis at {self.shown_url} refuses {name}: {refusal}")
         if isinstance(error, TimeoutError | RedisTimeoutError):
             return QueueUnavailable(f"redis at {self.shown_url} did not answer {name} within {self._timeout_s} s")
         if isinstance(error, RedisConnectionError | OSError):
@@ -198,6 +203,31 @@ class RedisClient:
         if any(sign in text for sign in _LOST_STREAM_REPLIES):
             return StreamsLost(f"redis at {self.shown_url} lost a stream or its group ({name}: {text})")
         return QueueRefused(f"redis at {self.shown_url} refuses {name}: {text}")
+
+
+def _refusal(error: Exception) -> str | None:
+    """Why the server (or this client) will never accept the connection or the command; None if it may."""
+    kinds = (AuthenticationError, AuthorizationError, NoPermissionError)
+    if isinstance(error, kinds) or isinstance(error.__cause__, kinds):
+        return f"{error}; check user, password and ACL in redis.url"
+    if (problem := _tls_problem(error)) is not None:
+        return (
+            f"TLS: {problem}; check redis.ca_file, redis.cert_file and redis.key_file, "
+            f"and that redis.url names the host in the server's certificate"
+        )
+    return None
+
+
+def _tls_problem(error: BaseException) -> str | None:
+    """What is wrong with the certificates, in OpenSSL's words; None if nothing (a connection cut in a handshake is not)."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return cause.verify_message
+        if isinstance(cause, ssl.SSLError) and cause.reason is not None and cause.reason not in _CUT_TLS:
+            return cause.reason
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 class StreamsLost(QueueRefused):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -17,19 +17,23 @@ from protocol.redis_client import RedisClient
 from protocol.streams import (
     GROUP_OF,
     Counters,
+    DeadEntry,
     Delivery,
     Finished,
     IssuedTask,
     Publication,
     RunState,
+    Started,
     Stream,
     StreamDepth,
     WorkerLease,
     check_size,
 )
+from protocol.tls import TlsFiles
 
 T = TypeVar("T")
 
+_STREAMS: Mapping[str, Stream] = {stream.value: stream for stream in Stream}
 _OLDEST_SERVER = (6, 2)
 _BATCH_ENTRIES = 256
 _BATCH_BYTES = 8 * 2**20
@@ -40,8 +44,8 @@ class RedisStreams:
     """See `protocol.streams.Streams` for what each method promises.
 
     timeout_s: longest wait for one answer. retry_s: how long a lost server is tried before QueueUnavailable; `publish` waits
-    as long for a full server, everything else that a full server refuses raises QueueFull at once. lease_s: after a restart
-    of the server nothing is claimed for this long, so that live workers can renew their leases first.
+    as long for a full server, everything else that a full server refuses raises QueueFull at once. lease_s: after the server
+    was away nothing is claimed for this long, so that live workers can renew their leases first. tls: for rediss://.
     """
 
     def __init__(
@@ -55,12 +59,13 @@ class RedisStreams:
         lease_s: float = 15.0,
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        tls: TlsFiles = TlsFiles(),
     ) -> None:
         self.keys = Keys(run_id)
         self._max_message_bytes = max_message_bytes
         self._timeout_s = timeout_s
         self._lease_s = lease_s
-        self._client = RedisClient(url, timeout_s=timeout_s, retry_s=retry_s, now=now, sleep=sleep)
+        self._client = RedisClient(url, timeout_s=timeout_s, retry_s=retry_s, now=now, sleep=sleep, tls=tls)
         self._client.repair = self._create_streams
 
     @property
@@ -114,9 +119,8 @@ class RedisStreams:
     # -- every worker --------------------------------------------------------------------------------------------
     async def heartbeat(self, worker_id: str, role: str, *, ttl_s: float, info: Mapping[str, str] | None = None) -> None:
         value = pack({"role": role, "info": dict(info or {})})
-        await self._client.script(
-            "heartbeat", [self.keys.lease(worker_id), self.keys.workers], [max(1, round(ttl_s * 1000)), value, worker_id]
-        )
+        keys = [self.keys.lease(worker_id), self.keys.workers, self.keys.pulse]
+        await self._client.script("heartbeat", keys, [max(1, round(ttl_s * 1000)), value, worker_id])
 
     async def leave(self, worker_id: str) -> None:
         keys = [self.keys.lease(worker_id), self.keys.workers, *map(self.keys.stream, GROUP_OF)]
@@ -143,7 +147,9 @@ class RedisStreams:
         others = [name for name in _texts(consumer[1] for consumer in consumers) if name != worker_id]
         if not others:
             return []
-        claimed = await self._client.script("claim", [key, *map(self.keys.lease, others)], [group, worker_id, count, *others])
+        keys = [key, self.keys.pulse, *map(self.keys.lease, others)]
+        args = [group, worker_id, count, round(self._lease_s * 1000), *others]
+        claimed = await self._client.script("claim", keys, args)
         return _deliveries(stream, claimed)
 
     async def own_pending(self, stream: Stream, worker_id: str) -> Sequence[Delivery]:
@@ -156,6 +162,11 @@ class RedisStreams:
             if len(batch) < _BATCH_ENTRIES:
                 return mine
             start = f"({batch[-1][0].decode()}"
+
+    async def note_started(self, worker_id: str, versions: Mapping[str, int | None]) -> None:
+        for batch in _batches([*versions.items()], lambda _: 0):
+            args = [worker_id, *(part for task_id, version in batch for part in (task_id, "" if version is None else version))]
+            await self._client.script("note_started", [self.keys.outstanding, self.keys.started], args)
 
     async def publish(self, publications: Sequence[Publication]) -> Sequence[bool]:
         for publication in publications:
@@ -204,10 +215,21 @@ class RedisStreams:
         return _read_deliveries(Stream.GROUPS, reply)
 
     async def finish(self, epoch: int, finished: Sequence[Finished]) -> None:
-        keys = [self.keys.stream(Stream.GROUPS), self.keys.outstanding, self.keys.newly_dead]
+        keys = [self.keys.stream(Stream.GROUPS), self.keys.outstanding, self.keys.newly_dead, self.keys.started]
         for batch in _batches(finished, lambda _: 0):
             ids = [*(group.entry_id for group in batch), *(group.task_id for group in batch)]
             await self._trainer("finish", keys, [epoch, GROUP_OF[Stream.GROUPS], *ids])
+
+    async def in_flight(self) -> Mapping[str, Started]:
+        flat = _texts(await self._client.script("in_flight", [self.keys.outstanding, self.keys.started], []))
+        # Leases after starts: a lease that ends in between hides a task that will be started again, under a newer version.
+        alive = {worker.worker_id for worker in await self.workers()} if flat else set()
+        found: dict[str, Started] = {}
+        for task_id, record, stream in zip(flat[::3], flat[1::3], flat[2::3], strict=True):
+            version, _, worker_id = record.partition(" ")
+            if stream != Stream.TASKS.value or worker_id in alive:
+                found[task_id] = Started(worker_id, int(version))
+        return found
 
     async def newly_dead(self, epoch: int) -> Mapping[str, str]:
         pairs = _texts(await self._trainer("newly_dead", [self.keys.newly_dead], [epoch]))
@@ -215,7 +237,8 @@ class RedisStreams:
 
     async def finish_dead(self, epoch: int, task_ids: Sequence[str]) -> None:
         for batch in _batches(task_ids, lambda _: 0):
-            await self._trainer("finish_dead", [self.keys.outstanding, self.keys.newly_dead], [epoch, *batch])
+            keys = [self.keys.outstanding, self.keys.newly_dead, self.keys.started]
+            await self._trainer("finish_dead", keys, [epoch, *batch])
 
     async def report(self, epoch: int, *, discarded: int) -> None:
         await self._trainer("report", [], [epoch, discarded])
@@ -224,7 +247,7 @@ class RedisStreams:
         return frozenset(_texts(await self._trainer("end_run", [self.keys.outstanding], [epoch])))
 
     async def clear(self, epoch: int) -> None:
-        keys = [self.keys.outstanding, self.keys.newly_dead, *map(self.keys.stream, GROUP_OF)]
+        keys = [self.keys.outstanding, self.keys.newly_dead, self.keys.started, *map(self.keys.stream, GROUP_OF)]
         if not await self._trainer("clear", keys, [epoch, *GROUP_OF.values()]):
             raise QueueRefused("clear empties the streams of an ended run; this one has not ended: call end_run first")
 
@@ -241,14 +264,33 @@ class RedisStreams:
             for stream, (length, pending, oldest) in zip(Stream, depths, strict=True)
         }
 
-    async def dead_entries(self, *, count: int) -> Sequence[tuple[Delivery, str]]:
-        key = self.keys.stream(Stream.DEAD)
-        dead: list[tuple[Delivery, str]] = []
-        for entry_id, flat in await self._client.execute("XRANGE", key, "-", "+", "COUNT", count):
-            fields = _fields(flat)
-            deliveries = int(fields.get(b"deliveries", b"1"))
-            dead.append((_delivery(Stream.DEAD, entry_id, deliveries, flat), fields.get(b"reason", b"").decode()))
-        return dead
+    async def dead_entries(self, *, count: int) -> Sequence[DeadEntry]:
+        return await self._dead("-", "+", count)
+
+    async def dead_entry(self, entry_id: str) -> DeadEntry | None:
+        found = await self._dead(entry_id, entry_id, 1)
+        return found[0] if found else None
+
+    async def _dead(self, first: str, last: str, count: int) -> list[DeadEntry]:
+        commands = [
+            ("XRANGE", self.keys.stream(Stream.DEAD), first, last, "COUNT", count),
+            ("HKEYS", self.keys.newly_dead),
+            ("TIME",),
+        ]
+        entries, unrecorded, (seconds, microseconds) = await self._client.pipeline(commands)
+        now_s = int(seconds) + int(microseconds) / 1e6
+        return [_dead_entry(entry_id, _fields(flat), frozenset(unrecorded), now_s) for entry_id, flat in entries]
+
+    async def requeue(self, entry_id: str, *, repeat: IssuedTask, anew: bytes | None = None) -> str | None:
+        self._check_tasks([repeat, IssuedTask(entry_id, anew or b"")])
+        streams = map(self.keys.stream, (Stream.DEAD, Stream.TASKS, Stream.UNSCORED, Stream.GROUPS))
+        dead, *targets = streams
+        keys = [self.keys.state, dead, self.keys.outstanding, self.keys.newly_dead, *targets, self.keys.started]
+        queued = await self._client.script("requeue", keys, [entry_id, anew or b"", repeat.task_id, repeat.payload])
+        return None if queued is None else str(queued.decode())
+
+    async def drop_dead(self, entry_id: str) -> bool:
+        return bool(await self._client.execute("XDEL", self.keys.stream(Stream.DEAD), entry_id))
 
     # -- inside --------------------------------------------------------------------------------------------------
     async def _trainer(self, script: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
@@ -301,6 +343,20 @@ def _delivery(stream: Stream, entry_id: bytes, count: int, flat: Sequence[bytes]
         return Delivery(stream, entry_id.decode(), flat[3], count, flat[1].decode() or None)
     # Not written by us: delivered all the same, so that its reader refuses it and it ends in `dead`.
     return Delivery(stream, entry_id.decode(), _fields(flat).get(b"d", b""), count)
+
+
+def _dead_entry(entry_id: bytes, fields: Mapping[bytes, bytes], unrecorded: Collection[bytes], now_s: float) -> DeadEntry:
+    task_id, source = fields.get(b"t", b""), fields.get(b"source", b"").decode()
+    return DeadEntry(
+        entry_id.decode(),
+        task_id.decode() or None,
+        fields.get(b"d", b""),
+        fields.get(b"reason", b"").decode(errors="replace"),
+        int(fields.get(b"deliveries", b"1")),
+        _STREAMS.get(source),
+        _age_s(entry_id.decode(), now_s) or 0.0,
+        task_id not in unrecorded,
+    )
 
 
 def _deliveries(stream: Stream, entries: Iterable[Any]) -> list[Delivery]:

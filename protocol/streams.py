@@ -76,6 +76,28 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Started:
+    """A task that somebody began: by whom, and the policy version that was served then. Its group is at least that new."""
+
+    worker_id: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeadEntry:
+    """An entry of `dead`: what could not be done, and why."""
+
+    entry_id: str
+    task_id: str | None  # None: no task of ours, or one that could not be told
+    payload: bytes
+    reason: str
+    delivery_count: int  # in the stream that it came from
+    source: Stream | None  # the stream that it came from
+    age_s: float
+    is_recorded: bool  # False: the trainer has not written the task's end to the log yet
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerLease:
     """A live worker, as its heartbeat says."""
 
@@ -164,11 +186,22 @@ class Streams(Protocol):
 
         What was delivered once before comes in batches. What was delivered more often may be what kills its workers, so it
         comes alone, and only to a worker that holds no other such entry: neighbours do not pay for it.
+
+        Nothing is claimed for the length of a lease after a time in which no worker could renew its own (the server was
+        away): everybody is to have the chance to renew first.
         """
         ...
 
     async def own_pending(self, stream: Stream, worker_id: str) -> Sequence[Delivery]:
         """What this worker already holds (after a reconnect). Reading it again does not raise its delivery count."""
+        ...
+
+    async def note_started(self, worker_id: str, versions: Mapping[str, int | None]) -> None:
+        """The worker is about to begin these tasks under these versions (None: it stopped, and will begin again).
+
+        Called before anything is sampled, so that whoever asks `in_flight` never misses a started task. Ids that are not
+        outstanding are ignored; whoever begins a task later overwrites. Raises: QueueFull.
+        """
         ...
 
     async def publish(self, publications: Sequence[Publication]) -> Sequence[bool]:
@@ -206,6 +239,11 @@ class Streams(Protocol):
         """
         ...
 
+    async def in_flight(self) -> Mapping[str, Started]:
+        """Task id → its start, of the tasks that were started and whose group is not finished: in an engine, in `unscored` or
+        in `groups`. A task in an engine whose worker lost its lease is not among them: it will be started again."""
+        ...
+
     async def newly_dead(self, epoch: int) -> Mapping[str, str]:
         """Task id → reason, of buried tasks whose end the log may not know yet. Raises: EpochFenced."""
         ...
@@ -236,8 +274,29 @@ class Streams(Protocol):
     # -- people and monitors -------------------------------------------------------------------------------------
     async def depths(self) -> Mapping[Stream, StreamDepth]: ...
 
-    async def dead_entries(self, *, count: int) -> Sequence[tuple[Delivery, str]]:
-        """Entries in `dead` with their reasons, oldest first."""
+    async def dead_entries(self, *, count: int) -> Sequence[DeadEntry]:
+        """Entries in `dead`, oldest first."""
+        ...
+
+    async def dead_entry(self, entry_id: str) -> DeadEntry | None:
+        """One entry of `dead`; None if there is none of that id."""
+        ...
+
+    async def requeue(self, entry_id: str, *, repeat: IssuedTask, anew: bytes | None = None) -> str | None:
+        """Give an entry of `dead` another chance, and take it out of `dead`. Atomic.
+
+        While the log does not know its task's end, it goes back under its own id: into the stream that it came from, or, if
+        its own bytes cannot be read, into `tasks` with the payload `anew`. Afterwards that task has ended for good, and
+        `repeat`, another task under another id, is issued in its place (and counts as issued; admission makes up for it).
+
+        Returns the id that is in the queue now. None, and nothing done: no such entry, one of no task, `repeat` is out
+        already, or the run has ended. Should the trainer be just recording the end when the entry goes back, the recorded
+        end stands: what is done for the task is then discarded. Raises: MessageTooLarge, QueueFull.
+        """
+        ...
+
+    async def drop_dead(self, entry_id: str) -> bool:
+        """Delete an entry of `dead`. Its task keeps the end that it has. False if there is none of that id."""
         ...
 
 

@@ -20,7 +20,7 @@ from protocol.errors import CodecError, EpochFenced, MessageTooLarge, QueueRefus
 from protocol.keys import trainer_consumer
 from protocol.memory_streams import MemoryStreams
 from protocol.redis_streams import RedisStreams
-from protocol.streams import Delivery, Finished, IssuedTask, Publication, RunState, Stream, Streams
+from protocol.streams import Delivery, Finished, IssuedTask, Publication, RunState, Started, Stream, Streams
 
 _run_numbers = itertools.count()
 MAX_BYTES = 2**20
@@ -426,8 +426,13 @@ async def test_poison_is_buried_and_its_neighbours_are_done(queue: Queue) -> Non
         if not died:
             break
     assert sorted(published) == sorted(good)
-    [(dead, reason)] = await streams.dead_entries(count=10)
-    assert (dead.task_id, dead.delivery_count, dead.payload, reason) == ("poison", 6, b"task poison", "delivered too often")
+    [dead] = await streams.dead_entries(count=10)
+    assert (dead.task_id, dead.delivery_count, dead.payload, dead.reason) == (
+        "poison",
+        6,
+        b"task poison",
+        "delivered too often",
+    )
 
 
 async def test_a_dead_task_stays_outstanding_until_its_end_is_in_the_log(streams: Streams) -> None:
@@ -474,7 +479,7 @@ async def test_a_foreign_pickle_is_delivered_refused_and_buried(queue: Queue, st
     assert not (tmp_path / "executed").exists()
     assert await streams.bury(foreign, task_id=None, reason="unreadable")
     assert (await streams.depths())[stream].length == 0
-    assert [reason for _, reason in await streams.dead_entries(count=1)] == ["unreadable"]
+    assert [dead.reason for dead in await streams.dead_entries(count=1)] == ["unreadable"]
 
 
 async def test_an_unreadable_group_ends_its_task_although_the_payload_does_not_name_it(streams: Streams) -> None:
@@ -485,6 +490,118 @@ async def test_an_unreadable_group_ends_its_task_although_the_payload_does_not_n
     [group] = await streams.read_groups(epoch, count=1, block_s=0)
     assert await streams.bury(group, task_id=None, reason="unreadable")
     assert dict(await streams.newly_dead(epoch)) == {"a": "unreadable"}
+
+
+# -- the dead, and what a person does with them ------------------------------------------------------------------------
+REPEAT = IssuedTask("a:1", b"task a again")
+
+
+async def _bury_one(streams: Streams, name: str = "a", *, source: Stream = Stream.TASKS) -> str:
+    """Issue `name`, let it die in `source`; the id of its entry in `dead`."""
+    await _issue(streams, name)
+    [held] = await streams.read(Stream.TASKS, "w0", count=1, block_s=0)
+    if source is not Stream.TASKS:
+        await streams.publish(_publications([held], Stream.UNSCORED))
+        [held] = await streams.read(Stream.UNSCORED, "w0", count=1, block_s=0)
+    assert await streams.bury(held, task_id=name, reason=f"{name} failed")
+    return (await streams.dead_entries(count=10))[-1].entry_id
+
+
+async def test_dead_entries_say_what_died_where_why_and_since_when(streams: Streams) -> None:
+    first = await _bury_one(streams, "a")
+    await _bury_one(streams, "b", source=Stream.UNSCORED)
+    a, b = await streams.dead_entries(count=10)
+    assert (a.task_id, a.reason, a.source, a.payload) == ("a", "a failed", Stream.TASKS, b"task a")
+    assert (b.task_id, b.reason, b.source, b.payload) == ("b", "b failed", Stream.UNSCORED, b"group of task b")
+    assert (a.delivery_count, a.is_recorded) == (1, False)
+    assert 0 <= a.age_s < 30
+    same = await streams.dead_entry(first)
+    assert same is not None
+    assert (same.task_id, same.entry_id, same.reason) == ("a", first, "a failed")
+    assert await streams.dead_entry("99-99") is None
+    epoch = await streams.raise_epoch(0)
+    await streams.finish_dead(epoch, ["a"])
+    assert [dead.is_recorded for dead in await streams.dead_entries(count=10)] == [True, False]
+    assert len(await streams.dead_entries(count=1)) == 1
+
+
+@pytest.mark.parametrize("source", [Stream.TASKS, Stream.UNSCORED])
+async def test_a_dead_task_goes_back_under_its_own_id_before_its_end_is_in_the_log(streams: Streams, source: Stream) -> None:
+    entry_id = await _bury_one(streams, source=source)
+    before = await streams.counters()
+    assert await streams.requeue(entry_id, repeat=REPEAT) == "a"
+    assert await streams.requeue(entry_id, repeat=REPEAT) is None
+    assert list(await streams.dead_entries(count=9)) == []
+    assert dict(await streams.newly_dead(await streams.raise_epoch(0))) == {}
+    assert ((await streams.counters()).issued, await streams.outstanding()) == (before.issued, {"a"})
+    [again] = await streams.read(source, "w1", count=9, block_s=0)
+    assert (again.task_id, again.delivery_count) == ("a", 1)
+    assert again.payload == (b"task a" if source is Stream.TASKS else b"group of task a")
+    assert await streams.publish(_publications([again])) == [True]
+
+
+async def test_bytes_that_cannot_be_read_go_back_as_a_task_made_anew(streams: Streams) -> None:
+    entry_id = await _bury_one(streams, source=Stream.UNSCORED)
+    assert await streams.requeue(entry_id, repeat=REPEAT, anew=b"task a made anew") == "a"
+    [again] = await streams.read(Stream.TASKS, "w1", count=9, block_s=0)
+    assert (again.task_id, again.payload) == ("a", b"task a made anew")
+
+
+async def test_a_dead_task_whose_end_is_in_the_log_comes_back_as_another_task(streams: Streams) -> None:
+    entry_id = await _bury_one(streams)
+    epoch = await streams.raise_epoch(0)
+    await streams.finish_dead(epoch, ["a"])
+    assert await streams.requeue(entry_id, repeat=REPEAT) == "a:1"
+    assert await streams.requeue(entry_id, repeat=REPEAT) is None
+    assert list(await streams.dead_entries(count=9)) == []
+    assert ((await streams.counters()).issued, await streams.outstanding()) == (2, {"a:1"})
+    [again] = await streams.read(Stream.TASKS, "w1", count=9, block_s=0)
+    assert (again.task_id, again.payload) == ("a:1", b"task a again")
+    assert await streams.publish(_publications([again])) == [True]
+
+
+async def test_an_end_that_is_recorded_while_its_entry_goes_back_stands(streams: Streams) -> None:
+    """The trainer had read `newly_dead` before: its record wins, and what is done for the task leaves nothing behind."""
+    entry_id = await _bury_one(streams)
+    epoch = await streams.raise_epoch(0)
+    deaths = await streams.newly_dead(epoch)
+    assert await streams.requeue(entry_id, repeat=REPEAT) == "a"
+    await streams.finish_dead(epoch, list(deaths))
+    [again] = await streams.read(Stream.TASKS, "w1", count=9, block_s=0)
+    assert await streams.publish(_publications([again])) == [False]
+    depths = await streams.depths()
+    assert [depths[stream].length for stream in Stream] == [0, 0, 0, 0]
+    assert await streams.outstanding() == frozenset()
+
+
+async def test_what_cannot_be_requeued_stays_where_it_is(queue: Queue) -> None:
+    streams = queue.streams
+    await queue.add_foreign(Stream.TASKS, b"not ours")
+    [foreign] = await streams.read(Stream.TASKS, "w0", count=1, block_s=0)
+    await streams.bury(foreign, task_id=None, reason="unreadable")
+    [dead] = await streams.dead_entries(count=9)
+    assert dead.task_id is None
+    assert await streams.requeue(dead.entry_id, repeat=REPEAT) is None
+    entry_id = await _bury_one(streams)
+    epoch = await streams.raise_epoch(0)
+    await streams.finish_dead(epoch, ["a"])
+    await _issue(streams, REPEAT.task_id)
+    assert await streams.requeue(entry_id, repeat=REPEAT) is None  # that repeat is out already
+    await streams.end_run(epoch)
+    assert await streams.requeue(entry_id, repeat=IssuedTask("a:2", b"p")) is None
+    assert len(await streams.dead_entries(count=9)) == 2
+    with pytest.raises(MessageTooLarge):
+        await streams.requeue(entry_id, repeat=IssuedTask("a:2", bytes(MAX_BYTES + 1)))
+
+
+async def test_dropping_a_dead_entry_keeps_its_tasks_end(streams: Streams) -> None:
+    entry_id = await _bury_one(streams)
+    assert await streams.drop_dead(entry_id)
+    assert not await streams.drop_dead(entry_id)
+    epoch = await streams.raise_epoch(0)
+    assert dict(await streams.newly_dead(epoch)) == {"a": "a failed"}
+    await streams.finish_dead(epoch, ["a"])
+    assert await streams.outstanding() == frozenset()
 
 
 # -- trainer ---------------------------------------------------------------------------------------------------------
@@ -684,3 +801,58 @@ async def test_large_batches_go_through_whole(streams: Streams) -> None:
     assert _ids(groups) == names
     await streams.finish(epoch, _finished(groups))
     assert (await streams.counters()).outstanding == 0
+
+
+# -- in flight -------------------------------------------------------------------------------------------------------
+async def test_started_work_is_in_flight_until_its_group_is_in_the_log(streams: Streams) -> None:
+    await _issue(streams, "a", "b", "c")
+    await streams.heartbeat("w", "rollout", ttl_s=60)
+    taken = await streams.read(Stream.TASKS, "w", count=2, block_s=0)
+    assert await streams.in_flight() == {}  # leased, not begun
+    await streams.note_started("w", {"a": 3, "b": 4})
+    assert await streams.in_flight() == {"a": Started("w", 3), "b": Started("w", 4)}
+    await streams.publish([*_publications(taken[:1]), *_publications(taken[1:], Stream.UNSCORED)])
+    await streams.leave("w")
+    assert await streams.in_flight() == {"a": Started("w", 3), "b": Started("w", 4)}  # queued and unscored: in flight
+    epoch = await streams.raise_epoch(1)
+    await streams.finish(epoch, _finished(await streams.read_groups(epoch, count=10, block_s=0)))
+    assert await streams.in_flight() == {"b": Started("w", 4)}
+
+
+async def test_a_task_whose_worker_lost_its_lease_is_not_in_flight_until_it_is_begun_again(queue: Queue) -> None:
+    streams = queue.streams
+    await _issue(streams, "a")
+    for worker in ("w0", "w1"):
+        await streams.heartbeat(worker, "rollout", ttl_s=60)
+    await streams.read(Stream.TASKS, "w0", count=1, block_s=0)
+    await streams.note_started("w0", {"a": 3})
+    await queue.lose_lease("w0")
+    assert await streams.in_flight() == {}
+    await streams.claim(Stream.TASKS, "w1", count=1)
+    await streams.note_started("w1", {"a": 7})
+    assert await streams.in_flight() == {"a": Started("w1", 7)}
+
+
+async def test_a_stopped_or_dead_or_finished_task_is_not_in_flight(streams: Streams) -> None:
+    await streams.heartbeat("w", "rollout", ttl_s=60)
+    await _issue(streams, "a", "b")
+    _, poison = await streams.read(Stream.TASKS, "w", count=2, block_s=0)
+    await streams.note_started("w", {"a": 3, "b": 3, "never issued": 3})
+    await streams.note_started("w", {"a": None})
+    await streams.bury(poison, task_id="b", reason="poison")
+    assert await streams.in_flight() == {}
+    epoch = await streams.raise_epoch(1)
+    await streams.finish_dead(epoch, ["b"])
+    await streams.note_started("w", {"b": 4})  # too late: its end is in the log
+    assert await streams.in_flight() == {}
+
+
+async def test_nothing_is_in_flight_after_a_run_was_cleared(streams: Streams) -> None:
+    await streams.heartbeat("w", "rollout", ttl_s=60)
+    await _issue(streams, "a")
+    await streams.read(Stream.TASKS, "w", count=1, block_s=0)
+    await streams.note_started("w", {"a": 3})
+    epoch = await streams.raise_epoch(1)
+    await streams.end_run(epoch)
+    await streams.clear(epoch)
+    assert await streams.in_flight() == {}

@@ -205,8 +205,8 @@ async def test_what_keeps_killing_its_workers_goes_to_the_dead() -> None:
 
         await until(buried)
         await streams.end_run(await streams.raise_epoch(1))
-    [(delivery, reason)] = await streams.dead_entries(count=10)
-    assert (asked, delivery.task_id, reason) == ([], _unscored().task_id, "delivered 4 times without success")
+    [dead] = await streams.dead_entries(count=10)
+    assert (asked, dead.task_id, dead.reason) == ([], _unscored().task_id, "delivered 4 times without success")
 
 
 async def test_what_cannot_be_read_goes_to_the_dead() -> None:
@@ -220,8 +220,8 @@ async def test_what_cannot_be_read_goes_to_the_dead() -> None:
 
         await until(buried)
         await streams.end_run(await streams.raise_epoch(1))
-    [(_, reason)] = await streams.dead_entries(count=10)
-    assert reason.startswith("unreadable group: ")
+    [dead] = await streams.dead_entries(count=10)
+    assert dead.reason.startswith("unreadable group: ")
 
 
 class _Refusing(MemoryStreams):
@@ -259,7 +259,7 @@ async def test_a_group_that_grew_too_large_goes_to_the_dead() -> None:
     async with running(RewardLoop(streams, _first_letter, _letters, SETTINGS).run()):
 
         async def buried() -> bool:
-            return [reason for _, reason in await streams.dead_entries(count=10)] == ["too many bytes"]
+            return [dead.reason for dead in await streams.dead_entries(count=10)] == ["too many bytes"]
 
         await until(buried)
         await streams.end_run(await streams.raise_epoch(1))

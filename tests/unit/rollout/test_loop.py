@@ -129,9 +129,9 @@ async def test_an_unreadable_task_is_dead_lettered_and_the_others_go_on() -> Non
     scene = Scene()
     await scene.issue(task_payload(0)[:-1], task_payload(1))
     await scene.run_until(Stream.GROUPS, 1)
-    ((delivery, reason),) = await scene.streams.dead_entries(count=10)
-    assert "unreadable task" in reason
-    assert delivery.task_id == "test:0:0:0"
+    (dead,) = await scene.streams.dead_entries(count=10)
+    assert "unreadable task" in dead.reason
+    assert dead.task_id == "test:0:0:0"
 
 
 async def test_a_group_above_the_message_limit_is_dead_lettered_with_its_size_and_the_others_go_on() -> None:
@@ -139,8 +139,8 @@ async def test_a_group_above_the_message_limit_is_dead_lettered_with_its_size_an
     big = encode(make_task(row=0, prompt="1>", group_size=40))
     await scene.issue(big, task_payload(1))
     await scene.run_until(Stream.GROUPS, 1)
-    ((_, reason),) = await scene.streams.dead_entries(count=10)
-    assert "4000" in reason
+    (dead,) = await scene.streams.dead_entries(count=10)
+    assert "4000" in dead.reason
 
 
 async def test_a_prompt_without_room_ends_the_worker_and_its_task_stays_queued() -> None:
