@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, TypeAlias
@@ -23,7 +23,8 @@ import numpy as np
 
 from protocol.messages import EndReason, FinishReason, Trajectory, TrajectoryGroup
 
-Stragglers: TypeAlias = Literal["mask", "drop"]
+TooOld: TypeAlias = Literal["mask", "drop"]
+Stragglers: TypeAlias = Literal["wait", "mask", "drop"]
 
 
 class Verdict(StrEnum):
@@ -174,7 +175,7 @@ class GroupVerdict:
         return GroupVerdict(record["current_version"], record["max_lag"], trajectories)
 
 
-def judge(group: TrajectoryGroup, *, current_version: int, max_lag: int, stragglers: Stragglers) -> GroupVerdict:
+def judge(group: TrajectoryGroup, *, current_version: int, max_lag: int, stragglers: TooOld) -> GroupVerdict:
     """Return what a step at `current_version` (optimizer steps applied before it) does with each trajectory of `group`.
 
     stragglers: a trajectory with lag > max_lag is dropped whole (`drop`), or only its tokens older than max_lag leave the
@@ -189,7 +190,7 @@ def judge(group: TrajectoryGroup, *, current_version: int, max_lag: int, straggl
     return GroupVerdict(current_version, max_lag, verdicts)
 
 
-def _judge_trajectory(trajectory: Trajectory, current_version: int, max_lag: int, stragglers: Stragglers) -> TrajectoryVerdict:
+def _judge_trajectory(trajectory: Trajectory, current_version: int, max_lag: int, stragglers: TooOld) -> TrajectoryVerdict:
     num_tokens = int(np.count_nonzero(trajectory.loss_mask))
     fault = _record_fault(trajectory, num_tokens) or _version_fault(trajectory, num_tokens, current_version)
     if fault is not None:  # the versions are part of what cannot be trusted
@@ -258,3 +259,51 @@ def _num_trained_since(trajectory: Trajectory, version: int) -> int:
     """Tokens of the loss mask in spans whose kv_version is at least `version`."""
     mask = trajectory.loss_mask
     return sum(int(np.count_nonzero(mask[s.start : s.end])) for s in trajectory.versions if s.kv_version >= version)
+
+
+def oldest_version(group: TrajectoryGroup) -> int:
+    """Oldest version that any sampled token of the group depends on; `started_version` if it has none."""
+    versions = [trajectory.oldest_version for trajectory in group.trajectories]
+    return min((version for version in versions if version is not None), default=group.started_version)
+
+
+def must_wait_for(
+    in_flight: Mapping[str, int],
+    arrived: Iterable[int],
+    *,
+    current_version: int,
+    max_lag: int,
+    groups_per_step: int,
+    steps: int = 1,
+) -> tuple[str, ...]:
+    """Ids of the started groups for which a batch at `current_version` must wait, oldest first; empty: compose it now.
+
+    in_flight: task id → version that it started at, of groups that have not arrived (in an engine, unscored or queued).
+    arrived: oldest version of each group that could be drawn; the batch draws the oldest `groups_per_step × steps` of them.
+
+    A group of version s trains at version s + max_lag at the latest (its deadline), and every step trains groups_per_step
+    groups. So a batch may be composed only if what it leaves behind still fits: after it the trainer is at version n, and of
+    what is left, groups with a deadline of at most d must not be more than (d − n + 1) × groups_per_step, for every d.
+
+    Example: max_lag 1, 2 groups per step, the trainer at version 3. x and y, of version 3, have arrived; a (started at 2) and
+    b (at 3) are in flight. A step on x and y would leave a behind, and at version 4 it is too old: the step waits for a. When
+    a has arrived, the step trains a and x and leaves y and b, both of version 3: they fit into the step at version 4.
+
+    It never waits in vain: not for a group that is too old already, and not where the batch is full of groups that are at
+    least as old. Admission makes the condition reachable: when a task starts at s, no more than (s + max_lag + 1) ×
+    groups_per_step groups were issued and not discarded, so once those of version ≤ s have arrived, oldest first fits them all.
+    Tasks that have not started yet need no entry in `in_flight`, for the same reason: they start at s ≥ the oldest served
+    version, and all that is untrained fits into the steps up to s + max_lag.
+    """
+    wanted = groups_per_step * steps
+    drawn = sorted(arrived)[:wanted]
+    newest_drawn = drawn[-1] if len(drawn) == wanted else None
+    savable = sorted((version, task_id) for task_id, version in in_flight.items() if version >= current_version - max_lag)
+    blocking = 0
+    for number, (version, _) in enumerate(savable, start=1):
+        if newest_drawn is not None and newest_drawn <= version:
+            break
+        room = max(0, version + max_lag + 1 - (current_version + steps)) * groups_per_step
+        if number > room:
+            blocking = number
+    return tuple(task_id for _, task_id in savable[:blocking])

@@ -14,8 +14,14 @@ class StalenessConfig(StrictModel):
 
     max_lag: int = Field(4, ge=0)
     """Oldest behavior policy accepted, in optimizer steps behind the trainer."""
-    stragglers: Literal["mask", "drop"] = "drop"
-    """A trajectory beyond max_lag: `drop` it, or `mask` its too-old tokens and train the rest."""
+    stragglers: Literal["wait", "mask", "drop"] = "drop"
+    """Work that would outlive max_lag: the step waits for it (`wait`, nothing is discarded because of its age), or goes on, and
+    what comes too late is dropped (`drop`) or loses its too-old tokens (`mask`). See docs/staleness.md."""
+    wait_timeout_s: float = Field(300.0, gt=0)
+    """With stragglers = wait: a step that has all its groups waits this long for stragglers, then goes on without them."""
+    on_wait_timeout: Literal["mask", "drop"] = "drop"
+    """With stragglers = wait: `drop` or `mask` what comes too old all the same (after wait_timeout_s, or from a worker that lost
+    its lease)."""
 
 
 class AlgorithmConfig(StrictModel):

@@ -133,12 +133,17 @@ class GroupRollout:
         self._clock = clock
         self._last_served = 0
 
+    @property
+    def version(self) -> int:
+        """What is served now; between a swap and its proof, what was served last: a task begun then is sampled by what comes."""
+        serving = self._engine.serving_version
+        if serving is not None:
+            self._last_served = serving
+        return self._last_served
+
     async def run(self, task: PromptTask) -> TrajectoryGroup:
         """Sample the task's group. Raises: DataError for a prompt without room (unless skipped); EngineError."""
-        serving = self._engine.serving_version
-        if serving is not None:  # None between a swap and its proof: the task begins under what comes, no older than this
-            self._last_served = serving
-        started_version = self._last_served
+        started_version = self.version
         prompt_ids = self.encode_prompt(task)
         drafts = [_Draft(list(prompt_ids), self._sampling(task, index), self._clock()) for index in range(task.group_size)]
         if self._has_room(task, prompt_ids):

@@ -182,11 +182,22 @@ class RolloutLoop:
     async def _sample(self, task: PromptTask) -> TrajectoryGroup:
         """Sample the group; an engine whose weights were withdrawn starts it again when it serves a proven version."""
         while True:
+            await self._note_started(task, self._rollout.version)
             try:
                 return await self._rollout.run(task)
             except NotServing as error:
+                await self._note_started(task, None)
                 self._log.warning(Event.WAITING, waiting_for="a proven version", task_id=task.task_id, error=str(error))
                 await self._until_served()
+
+    async def _note_started(self, task: PromptTask, version: int | None) -> None:
+        """Noted before anything is sampled: the trainer may wait for work that would be too old after its next step."""
+        while True:
+            try:
+                return await self._streams.note_started(self._settings.worker_id, {task.task_id: version})
+            except QueueFull as error:
+                self._log.debug("queue.full", waiting="to begin", error=str(error))
+                await asyncio.sleep(FULL_RETRY_S)
 
     async def _until_served(self) -> None:
         """The engine tells nobody when it serves again; it is asked."""

@@ -7,10 +7,10 @@ anything is trained. A restart reads the same decisions back, so it trains the s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from async_rl.algorithms.staleness import GroupVerdict, Stragglers, judge
+from async_rl.algorithms.staleness import GroupVerdict, Stragglers, TooOld, judge, must_wait_for, oldest_version
 from async_rl.errors import CodecError, EpochFenced
 from async_rl.logs import Event, get_logger
 from async_rl.run_dir.intake_log import IntakeLog, Position, task_ends
@@ -29,6 +29,12 @@ class BatchSettings:
     max_lag: int
     stragglers: Stragglers
     seed: int
+    on_wait_timeout: TooOld = "drop"
+
+    @property
+    def too_old(self) -> TooOld:
+        """What becomes of work beyond max_lag."""
+        return self.on_wait_timeout if self.stragglers == "wait" else self.stragglers
 
     @property
     def groups_per_batch(self) -> int:
@@ -95,12 +101,12 @@ class Intake:
                 await self._streams.bury(delivery, task_id=delivery.task_id, reason=f"unreadable group: {error}")
         fresh = {group.task_id: (delivery, group) for delivery, group in readable if not self._log.index.knows(group.task_id)}
         await self._write([GroupRecord(task_id, item[0].payload) for task_id, item in fresh.items()])
+        for task_id, (_, group) in fresh.items():  # before `finish`: nothing is in flight no more and not here yet
+            self._pending[task_id] = _Pending(group)
         if readable:
             await self._streams.finish(
                 self._log.epoch, [Finished(delivery.entry_id, group.task_id) for delivery, group in readable]
             )
-        for task_id, (_, group) in fresh.items():
-            self._pending[task_id] = _Pending(group)
         return len(fresh)
 
     async def record_dead(self, deaths: Sequence[tuple[str, str]]) -> None:
@@ -125,21 +131,44 @@ class Intake:
         return unused
 
     # -- log → steps -------------------------------------------------------------------------------------------------
+    def has_batch(self, version: int, *, steps: int) -> bool:
+        """Whether a batch of `steps` whole steps could be drawn at `version`."""
+        wanted = self._settings.groups_per_step * steps
+        return len(self._pending) >= wanted and len(self._trainable(version)) >= wanted
+
+    def waits_for(self, in_flight: Mapping[str, int], version: int, *, steps: int) -> tuple[str, ...]:
+        """Started groups (task id → version) that would outlive max_lag if a batch were drawn now: see `must_wait_for`.
+
+        `in_flight` may be older than what was taken in since: what the log knows is not in flight.
+        """
+        return must_wait_for(
+            {task_id: started for task_id, started in in_flight.items() if not self._log.index.knows(task_id)},
+            [oldest_version(self._pending[task_id].group) for task_id in self._trainable(version)],
+            current_version=version,
+            max_lag=self._settings.max_lag,
+            groups_per_step=self._settings.groups_per_step,
+            steps=steps,
+        )
+
+    async def end_untrainable(self, version: int) -> None:
+        """Record the end of groups that can never train any more."""
+        untrainable = [task_id for task_id in self._pending if not self._verdict(task_id, version).trains]
+        if untrainable:
+            await self._record(untrainable, version, batch=-1, trains=False, last=True)
+
     async def compose_batch(self, version: int, *, steps: int, partial: bool) -> list[ComposedStep]:
         """Draw a batch of up to `steps` steps at `version` and record its first step; an empty list: not enough yet.
 
         Groups that can never train any more are ended at once, so that admission replaces them. With `partial` (the data
         has ended) whatever can be trained is drawn. The records of later steps follow by `compose_next`.
         """
-        trainable = [task_id for task_id in self._pending if self._verdict(task_id, version).trains]
-        untrainable = [task_id for task_id in self._pending if not self._verdict(task_id, version).trains]
-        if untrainable:
-            await self._record([*untrainable], version, batch=-1, trains=False, last=True)
+        await self.end_untrainable(version)
+        trainable = self._trainable(version)
         wanted = self._settings.groups_per_step * steps
         if len(trainable) < wanted and not (partial and trainable):
             return []
         # Oldest version first, then as they came: who waits longest ages out next, and slow prompts would lose to fast ones.
-        drawn = sorted(trainable, key=lambda task_id: _oldest_version(self._pending[task_id].group))[:wanted]
+        drawn = sorted(trainable, key=lambda task_id: oldest_version(self._pending[task_id].group))[:wanted]
         size = self._settings.groups_per_step
         batch = self.num_steps
         chunks = [drawn[start : start + size] for start in range(0, len(drawn), size)]
@@ -179,12 +208,15 @@ class Intake:
             if task_id not in ended:
                 self._pending[task_id] = _Pending(decode_group(self._log.read_group(task_id)))
 
+    def _trainable(self, version: int) -> list[str]:
+        return [task_id for task_id in self._pending if self._verdict(task_id, version).trains]
+
     def _verdict(self, task_id: str, version: int) -> GroupVerdict:
         pending = self._pending[task_id]
         if pending.verdict is None or pending.version != version:
             settings = self._settings
             pending.verdict = judge(
-                pending.group, current_version=version, max_lag=settings.max_lag, stragglers=settings.stragglers
+                pending.group, current_version=version, max_lag=settings.max_lag, stragglers=settings.too_old
             )
             pending.version = version
         return pending.verdict
@@ -229,8 +261,3 @@ class Intake:
     def _append_and_sync(self, records: Sequence[Record]) -> None:
         self._log.append(records)
         self._log.sync()
-
-
-def _oldest_version(group: TrajectoryGroup) -> int:
-    versions = [trajectory.oldest_version for trajectory in group.trajectories]
-    return min((version for version in versions if version is not None), default=0)

@@ -6,6 +6,7 @@ It waits for two things only, and says which: for groups, and (at the end) for t
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from async_rl.run_dir.layout import RunLayout
 from async_rl.trainer.intake import BatchSettings, ComposedStep, Intake
 from async_rl.trainer.learner import Learner, Progress, StepResult
 from async_rl.trainer.step_metrics import group_metrics
+from async_rl.trainer.stragglers import StragglerWait
 from async_rl.weights.publisher import Publisher, PushRequest, PushStats
 from protocol.keys import trainer_consumer
 from protocol.streams import Delivery, RunState, Stream, Streams
@@ -102,6 +104,7 @@ class TrainerLoop:
         self._log = get_logger()
         self._clock = _Clock(now)
         self._pushes = _Pushes()
+        self._stragglers = StragglerWait(streams, config.staleness, now=now)
         self._arrived = asyncio.Event()
         self._stopping = asyncio.Event()
         self._epoch = 0
@@ -297,7 +300,7 @@ class TrainerLoop:
         discarded = intake.discarded
         while not self._stopping.is_set():
             self._arrived.clear()
-            batch = await intake.compose_batch(progress.version, steps=steps, partial=False)
+            batch = await self._compose_unless_held(intake, progress.version, steps)
             if intake.discarded != discarded:  # admission replaces what was ended
                 discarded = intake.discarded
                 await self._streams.report(self._epoch, discarded=discarded)
@@ -312,9 +315,15 @@ class TrainerLoop:
             said = await self._keep_waiting(waited, said, intake)
         return [], self._now() - started
 
+    async def _compose_unless_held(self, intake: Intake, version: int, steps: int) -> list[ComposedStep]:
+        if await self._stragglers.holds(intake, version, steps=steps):
+            await intake.end_untrainable(version)
+            return []
+        return await intake.compose_batch(version, steps=steps, partial=False)
+
     async def _keep_waiting(self, waited: float, said: bool, intake: Intake) -> bool:
         """One slice of the wait for groups; says after a while, and gives up at the deadline, whom it waits for."""
-        limit = self._config.trainer.idle_timeout_s
+        limit = math.inf if self._stragglers.is_holding else self._config.trainer.idle_timeout_s
         if waited >= limit or (waited >= SAY_WAITING_S and not said):
             whom = await self._whom_it_waits_for(intake)
             if waited >= limit:
@@ -407,6 +416,7 @@ class TrainerLoop:
             "groups_dropped": intake.discarded,
             "groups_waiting": intake.num_pending,
             "wait_s": waited_s,
+            "straggler_wait_s": self._stragglers.take_waited_s(),
             "train_s": train_s,
             "trainer_idle_share": self._clock.idle_share,
             "push_blocked_s": self._clock.blocked_by_push,
@@ -425,6 +435,7 @@ class TrainerLoop:
             steps_per_batch=config.trainer.steps_per_batch,
             max_lag=config.staleness.max_lag,
             stragglers=config.staleness.stragglers,
+            on_wait_timeout=config.staleness.on_wait_timeout,
             seed=config.seed,
         )
 

@@ -18,6 +18,7 @@ def group_metrics(step: ComposedStep) -> dict[str, Any]:
     trajectories = [trajectory for group in step.groups for trajectory in group.trajectories]
     counts = Counter(verdict.verdict for verdict in verdicts)
     lags = [verdict.lag for verdict in verdicts if verdict.trains and verdict.lag is not None]
+    in_flight_lags = [v.lag_in_flight for v in verdicts if v.trains and v.lag_in_flight is not None]
     queue_lags = [verdict.lag_in_queue for verdict in verdicts if verdict.trains and verdict.lag_in_queue is not None]
     tokens = sum(verdict.num_tokens for verdict in verdicts)
     masked = sum(verdict.num_masked for verdict in verdicts)
@@ -33,12 +34,16 @@ def group_metrics(step: ComposedStep) -> dict[str, Any]:
         "lag_mean": _mean(lags),
         "lag_max": max(lags, default=None),
         "lag_histogram": {str(lag): count for lag, count in sorted(Counter(lags).items())},
+        "lag_in_flight_mean": _mean(in_flight_lags),
+        "lag_in_flight_max": max(in_flight_lags, default=None),
         "lag_in_queue_mean": _mean(queue_lags),
         "trajectories_dropped": counts[Verdict.DROP],
         "trajectories_masked": counts[Verdict.MASK],
         "trajectories_invalid": counts[Verdict.INVALID],
+        "tokens_masked": masked,
         "tokens_masked_share": masked / tokens if tokens else 0.0,
         "length_mean_trained": _mean([v.num_tokens for v in verdicts if v.trains]),
+        "length_mean_masked": _mean([v.num_tokens for v in verdicts if v.verdict is Verdict.MASK]),
         "length_mean_discarded": _mean([v.num_tokens for v in verdicts if not v.trains]),
         "generate_s_mean": _mean([t.timings.generate_s for t in trajectories]),
         "queued_s_mean": _mean([t.timings.queued_s for t in trajectories]),
