@@ -24,6 +24,7 @@ def connect(arguments: RoleArguments) -> RedisStreams:
         timeout_s=redis.timeout_s,
         retry_s=redis.retry_s,
         lease_s=redis.lease_s,
+        tls=redis.tls,
     )
 
 

@@ -121,6 +121,18 @@ def _redis(config: RunConfig) -> Iterator[str]:
     if config.redis.url != "embedded" and not config.redis.url.startswith(schemes):
         shown = config.redis.url.partition("@")[2] or config.redis.url
         yield f"redis.url={shown!r} is no address of a server; use 'embedded' or one that starts with {', '.join(schemes)}"
+    if "?" in config.redis.url and "password=" in config.redis.url.partition("?")[2]:
+        yield "redis.url has its password behind the '?', where logs of other programs show it; write user:password@ before the host"
+    redis = config.redis
+    files = {"ca_file": redis.ca_file, "cert_file": redis.cert_file, "key_file": redis.key_file}
+    for name, path in files.items():
+        if path is not None and not redis.url.startswith("rediss://"):
+            yield f"redis.{name}={str(path)!r} has no effect without TLS; use a rediss:// address, or remove it"
+        elif path is not None and not path.is_file():
+            yield f"redis.{name}={str(path)!r} is no file; give a PEM file"
+    if (redis.cert_file is None) != (redis.key_file is None):
+        given, missing = ("cert_file", "key_file") if redis.key_file is None else ("key_file", "cert_file")
+        yield f"redis.{given} is set and redis.{missing} is not: a certificate and its key go together; set both, or none"
 
 
 def _world_size(config: RunConfig) -> Iterator[str]:

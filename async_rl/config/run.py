@@ -10,6 +10,7 @@ from pydantic import Field
 from async_rl.config.base import StrictModel
 from async_rl.config.rollout import DataConfig, EnvironmentConfig, RewardConfig, RolloutConfig
 from async_rl.config.trainer import AlgorithmConfig, CheckpointConfig, StalenessConfig, TrainerConfig, WeightsConfig
+from protocol.tls import TlsFiles
 
 
 class ModelConfig(StrictModel):
@@ -25,7 +26,8 @@ class RedisConfig(StrictModel):
     """The queue between the roles."""
 
     url: str = "embedded"
-    """`embedded` (a server of our own in the run directory, unix socket), or a redis://, rediss:// or unix:// address."""
+    """`embedded` (a server of our own in the run directory, unix socket), or a redis://, rediss:// or unix:// address.
+    With a password or an ACL user (`rediss://user:password@host:6379/0`), set it by the environment: ASYNC_RL_REDIS__URL."""
     max_message_bytes: int = Field(256 * 2**20, ge=1024)
     """Largest message; a larger one is refused where it is made."""
     appendfsync: Literal["always", "everysec"] = "always"
@@ -38,6 +40,17 @@ class RedisConfig(StrictModel):
     """A worker that made no progress for this long loses its work to others."""
     max_deliveries: int = Field(3, ge=1)
     """An entry that was delivered this often without success goes to the dead stream."""
+    ca_file: Path | None = Field(None, strict=False)
+    """PEM file with the authority that signed the server's certificate (rediss://); default: the system's authorities."""
+    cert_file: Path | None = Field(None, strict=False)
+    """PEM file with this side's own certificate, if the server asks for one (rediss://)."""
+    key_file: Path | None = Field(None, strict=False)
+    """PEM file with the key of redis.cert_file."""
+
+    @property
+    def tls(self) -> TlsFiles:
+        """The three files, as the client takes them."""
+        return TlsFiles(self.ca_file, self.cert_file, self.key_file)
 
 
 class LoggingConfig(StrictModel):

@@ -14,6 +14,7 @@ from async_rl.monitor.snapshot import LiveSnapshot, RunSnapshot, live_snapshot, 
 from async_rl.registry.redis_registry import RedisRegistry
 from async_rl.run_dir.layout import open_run
 from protocol.redis_streams import RedisStreams
+from protocol.tls import TlsFiles
 
 ANSWER_S = 2.0
 
@@ -40,13 +41,13 @@ async def look(run_dir: Path, env: dict[str, str] | None = None) -> RunSnapshot:
     except (RunDirError, QueueUnavailable):
         return snapshot  # never started, or over: its own server went with it
     try:
-        return replace(snapshot, live=await _ask(url, snapshot.identity.run_id))
+        return replace(snapshot, live=await _ask(url, snapshot.identity.run_id, config.redis.tls))
     except ProtocolError as error:
         return replace(snapshot, live_error=str(error))
 
 
-async def _ask(url: str, run_id: str) -> LiveSnapshot:
-    streams = RedisStreams(url, run_id, timeout_s=ANSWER_S, retry_s=ANSWER_S)
+async def _ask(url: str, run_id: str, tls: TlsFiles) -> LiveSnapshot:
+    streams = RedisStreams(url, run_id, timeout_s=ANSWER_S, retry_s=ANSWER_S, tls=tls)
     try:
         return await live_snapshot(streams, RedisRegistry(streams.client, run_id, timeout_s=ANSWER_S))
     finally:

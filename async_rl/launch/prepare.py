@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 from async_rl.config import RunConfig, dump_toml, load_config
 from async_rl.config.dump import toml_value
@@ -41,12 +40,10 @@ def write_config(config: RunConfig, layout: RunLayout) -> None:
 
 def without_password(url: str) -> str:
     """The address with its user but no password."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    user, _, host = parts.netloc.rpartition("@")
-    name = user.partition(":")[0]
-    return urlunsplit(parts._replace(netloc=f"{name}@{host}" if name else host))
+    scheme, separator, rest = url.partition("://")
+    secrets, at, place = rest.rpartition("@")
+    name = secrets.partition(":")[0]
+    return f"{scheme}{separator}{name}{at if name else ''}{place}"
 
 
 def changed_settings(before: RunConfig, now: RunConfig) -> Sequence[str]:
