@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_rl.run_dir.intake_log import LogIndex, read_log, task_ends
+from async_rl.run_dir.intake_log import LogIndex, read_log, task_ends, trained_twice
 from async_rl.run_dir.layout import open_run
 from protocol.messages import EndReason
 
@@ -53,7 +53,7 @@ def audit_index(run_id: str, index: LogIndex) -> Audit:
         ends={reason.value: count for reason, count in _per_reason(ends).items()},
         waiting=waiting,
         lost=None if index.issued is None else index.issued - known,
-        twice=_trained_twice(index),
+        twice=trained_twice(index),
         warnings=tuple(index.warnings),
     )
 
@@ -61,14 +61,3 @@ def audit_index(run_id: str, index: LogIndex) -> Audit:
 def _per_reason(ends: Mapping[str, str]) -> Mapping[EndReason, int]:
     counts = Counter(ends.values())
     return {reason: counts.get(reason.value, 0) for reason in EndReason}
-
-
-def _trained_twice(index: LogIndex) -> tuple[str, ...]:
-    trained = Counter(
-        use.task_id
-        for record in index.steps
-        if record.trains and record.step not in index.skipped
-        for use in record.groups
-        if use.end is EndReason.TRAINED
-    )
-    return tuple(sorted(task_id for task_id, count in trained.items() if count > 1))

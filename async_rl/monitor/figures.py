@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_rl.algorithms.staleness import GroupVerdict, Verdict
-from async_rl.monitor.metrics_file import MetricsHistory
+from async_rl.algorithms.staleness import Verdict
+from async_rl.monitor.metrics_file import MetricsHistory, read_pushes
 from async_rl.run_dir.files import read_json_lines
 from async_rl.run_dir.intake_log import LogIndex, read_log
 from async_rl.run_dir.layout import RunLayout, write_atomic
@@ -57,16 +57,15 @@ class StalenessFigures:
 
 def staleness_figures(index: LogIndex) -> StalenessFigures:
     """Count the verdicts of every step record. The trajectories of a skipped step were dropped, whatever their verdict."""
+    tally = Counter(index.tally)
+    for record in index.steps:
+        tally.update(record.tally(skipped=record.step in index.skipped))
     verdicts: Counter[Verdict] = Counter()
     lags: Counter[int] = Counter()
-    for record in index.steps:
-        applied = record.trains and record.step not in index.skipped
-        for use in record.groups:
-            for verdict in GroupVerdict.from_record(use.verdict).trajectories:
-                trains = verdict.trains and applied
-                verdicts[verdict.verdict if trains or not verdict.trains else Verdict.DROP] += 1
-                if trains and verdict.lag is not None:
-                    lags[verdict.lag] += 1
+    for (verdict, lag, trained), count in tally.items():
+        verdicts[Verdict(verdict)] += count
+        if trained and lag >= 0:
+            lags[lag] += count
     return StalenessFigures(sum(verdicts.values()), verdicts[Verdict.DROP], verdicts[Verdict.MASK], dict(sorted(lags.items())))
 
 
@@ -74,7 +73,7 @@ def run_figures(history: MetricsHistory, layout: RunLayout) -> RunFigures:
     """Compute every figure from what the run wrote. Raises: IntakeLogError if the log is damaged."""
     staleness = staleness_figures(read_log(layout.intake_dir))
     lags, trained = staleness.lag_histogram, sum(staleness.lag_histogram.values())
-    pushes = history.pushes()
+    pushes = read_pushes(layout.events_jsonl)
     seconds = history.train_seconds
     return RunFigures(
         steps=len(history.steps),

@@ -51,6 +51,9 @@ def find_groups(run_dir: Path, *, task_id: str | None, step: int | None, limit: 
 
 def _chosen(index: LogIndex, *, task_id: str | None, step: int | None) -> Sequence[str]:
     if task_id is not None:
+        if task_id in index.settled and task_id not in index.groups:
+            end = index.settled[task_id][0]
+            raise DataError(f"task {task_id!r} ended as {end}; the log was compacted since, and keeps only that of it")
         if task_id not in index.groups:
             raise DataError(f"task {task_id!r} is not in the intake log; its newest task is {list(index.groups)[-1]!r}")
         return [task_id]
@@ -59,7 +62,8 @@ def _chosen(index: LogIndex, *, task_id: str | None, step: int | None) -> Sequen
     names = [use.task_id for record in index.steps if record.trains and record.version == step for use in record.groups]
     if not names:
         last = max((record.version for record in index.steps if record.trains), default=None)
-        raise DataError(f"no step starts from policy version {step}; the newest one starts from {last}")
+        first = min((record.version for record in index.steps if record.trains), default=None)
+        raise DataError(f"the log has no step from policy version {step}; it has those from {first} to {last}")
     return names
 
 

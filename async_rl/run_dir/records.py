@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -52,12 +53,22 @@ class StepRecord:
     groups: tuple[GroupUse, ...]
     seed: int
     last_of_batch: bool = True
+    planned: tuple[tuple[str, ...], ...] = ()  # in a batch's first record: the tasks of each later step, as they were drawn
 
     def ends(self, *, skipped: bool) -> dict[str, str]:
         """task id → end. The groups of a skipped step were not trained: they end as dropped."""
         if not skipped:
             return {use.task_id: use.end.value for use in self.groups}
         return {use.task_id: (EndReason.DROPPED if use.end is EndReason.TRAINED else use.end).value for use in self.groups}
+
+    def tally(self, *, skipped: bool) -> Counter[tuple[str, int, bool]]:
+        """Trajectories per (verdict, lag or -1, trained). Those of a skipped step were dropped, whatever their verdict."""
+        counts: Counter[tuple[str, int, bool]] = Counter()
+        for use in self.groups:
+            for verdict, lag, _, _, num_trained, *_ in use.verdict.get("trajectories", ()):
+                trained = num_trained > 0 and self.trains and not skipped
+                counts[verdict if trained or not num_trained else "drop", -1 if lag is None else lag, trained] += 1
+        return counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +110,9 @@ def encode_record(record: Record) -> tuple[int, bytes]:
             return _HEADER, _pack([epoch, sequence, dict(sealed)])
         case StepRecord():
             groups = [[use.task_id, use.end.value, dict(use.verdict)] for use in record.groups]
-            return _STEP, _pack(
-                [record.step, record.version, record.batch, record.trains, groups, record.seed, record.last_of_batch]
-            )
+            head = [record.step, record.version, record.batch, record.trains]
+            planned = [list(tasks) for tasks in record.planned]
+            return _STEP, _pack([*head, groups, record.seed, record.last_of_batch, planned])
         case SkipRecord(step, reason):
             return _SKIP, _pack([step, reason])
         case DeadRecord(task_id, reason):
@@ -121,9 +132,9 @@ def decode_record(kind: int, body: bytes | memoryview, *, keep_payload: bool = T
         case 1:
             return HeaderRecord(epoch=fields[0], sequence=fields[1], sealed=fields[2])
         case 3:
-            step, version, batch, trains, groups, seed, last = fields
+            step, version, batch, trains, groups, seed, last, planned = fields
             uses = tuple(GroupUse(task_id, EndReason(end), verdict) for task_id, end, verdict in groups)
-            return StepRecord(step, version, batch, trains, uses, seed, last)
+            return StepRecord(step, version, batch, trains, uses, seed, last, tuple(map(tuple, planned)))
         case 4:
             return SkipRecord(*fields)
         case 5:

@@ -79,7 +79,7 @@ class Intake:
     @property
     def num_steps(self) -> int:
         """Step records in the log."""
-        return len(self._log.index.steps)
+        return self._log.index.num_steps
 
     @property
     def discarded(self) -> int:
@@ -120,7 +120,7 @@ class Intake:
         if step in self._log.index.skipped:
             return
         await self._write([SkipRecord(step, reason)])
-        self._discarded += sum(use.end is EndReason.TRAINED for use in self._log.index.steps[step].groups)
+        self._discarded += sum(use.end is EndReason.TRAINED for use in self._log.index.step(step).groups)
 
     async def record_end(self, outstanding: Iterable[str], *, issued: int) -> tuple[str, ...]:
         """Log what was issued and not used. Returns the ids."""
@@ -189,8 +189,8 @@ class Intake:
         return ComposedStep(record, groups, verdicts)
 
     def recorded_steps(self, start: int) -> Sequence[StepRecord]:
-        """Step records from index `start`."""
-        return tuple(self._log.index.steps[start:])
+        """Step records from index `start`. Raises: IntakeLogError if they are compacted away."""
+        return tuple(self._log.index.steps_from(start))
 
     def is_skipped(self, step: int) -> bool:
         return step in self._log.index.skipped
@@ -203,7 +203,7 @@ class Intake:
     def _load_pending(self) -> None:
         """Groups that the log has and no record ends."""
         index = self._log.index
-        ended = {use.task_id for record in index.steps for use in record.groups} | index.dead.keys() | index.unused
+        ended = task_ends(index)
         for task_id in index.groups:
             if task_id not in ended:
                 self._pending[task_id] = _Pending(decode_group(self._log.read_group(task_id)))
