@@ -7,10 +7,9 @@ from functools import partial
 from typing import cast
 
 import torch
-from transformers import GenerationConfig
 
 from async_rl.environments.load import load_environment
-from async_rl.model.load import load_tokenizer
+from async_rl.model.load import load_tokenizer, stop_token_ids
 from async_rl.registry.redis_registry import RedisRegistry
 from async_rl.reward.score import score_episode
 from async_rl.rollout.group import GroupRollout, RolloutLimits, Tokenizer
@@ -77,20 +76,10 @@ def _group_rollout(arguments: RoleArguments, engine: TorchEngine) -> GroupRollou
         environment,
         limits,
         worker_id=arguments.worker_id,
-        stop_token_ids=stop_token_ids(arguments, tokenizer.eos_token_id),
+        stop_token_ids=stop_token_ids(config.model.path, tokenizer),
         score=score if config.reward.placement == "inline" else None,
         skip_long_prompts=config.data.on_long_prompt == "skip",
     )
-
-
-def stop_token_ids(arguments: RoleArguments, eos_token_id: int | None) -> list[int]:
-    """The tokenizer's end of text, and what the model's own generation config ends with."""
-    stops = set() if eos_token_id is None else {int(eos_token_id)}
-    path = arguments.config.model.path
-    if (path / "generation_config.json").is_file():
-        own = GenerationConfig.from_pretrained(path).eos_token_id
-        stops.update([own] if isinstance(own, int) else own or [])
-    return sorted(stops)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
-from transformers import GenerationConfig
-
 from async_rl.config import RunConfig
 from async_rl.environments.base import Environment, Episode
 from async_rl.environments.load import load_environment
 from async_rl.evaluation.held_out import EvaluationPlan, EvaluationResult, evaluate
-from async_rl.model.load import load_tokenizer
+from async_rl.model.load import load_tokenizer, stop_token_ids
 from async_rl.rollout.group import GroupRollout, RolloutLimits, Score, Tokenizer
 from async_rl.rollout.torch_engine import TorchEngine
 from protocol.messages import Reward
@@ -48,7 +46,7 @@ async def _evaluate(
             environment,
             RolloutLimits(config.rollout.max_turns, engine.max_context, plan.max_new_tokens),
             worker_id="evaluation",
-            stop_token_ids=_stop_token_ids(model_dir, tokenizer.eos_token_id),
+            stop_token_ids=stop_token_ids(model_dir, tokenizer),
             score=_scorer(environment, config.reward.timeout_s),
         )
 
@@ -58,15 +56,6 @@ async def _evaluate(
         return await evaluate(rollout.run, environment, decode, plan, on_progress=on_progress)
     finally:
         await engine.close()
-
-
-def _stop_token_ids(model_dir: Path, eos_token_id: int | None) -> list[int]:
-    """The tokenizer's end of text, and what the model's own generation config ends with."""
-    stops = set() if eos_token_id is None else {int(eos_token_id)}
-    if (model_dir / "generation_config.json").is_file():
-        own = GenerationConfig.from_pretrained(model_dir).eos_token_id
-        stops.update([own] if isinstance(own, int) else own or [])
-    return sorted(stops)
 
 
 def _scorer(environment: Environment, timeout_s: float) -> Score:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
 from async_rl.errors import ConfigError, DataError
@@ -70,6 +70,15 @@ def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
     except Exception as error:  # the tokenizers library raises bare Exception
         raise DataError(f"the tokenizer in model.path={directory} cannot be read: {_first_line(error)}") from error
     return cast(PreTrainedTokenizerBase, tokenizer)
+
+
+def stop_token_ids(path: Path | str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Where sampling ends: the tokenizer's end of text, and what the model's own generation config ends with."""
+    stops = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    if (Path(path) / "generation_config.json").is_file():
+        own = GenerationConfig.from_pretrained(path).eos_token_id
+        stops.update([own] if isinstance(own, int) else own or [])
+    return sorted(stops)
 
 
 def _model_directory(path: Path | str) -> Path:

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from async_rl.logs import Event
+from async_rl.run_dir.files import read_json_lines
+
 
 @dataclass(frozen=True, slots=True)
 class PushMetrics:
@@ -67,6 +70,11 @@ def _push(push: Mapping[str, Any]) -> PushMetrics:
         parity_max_abs=None if parity is None else float(parity),
         parity_tokens=int(push.get("parity_tokens") or 0),
     )
+
+
+def read_pushes(events_jsonl: Path) -> list[PushMetrics]:
+    """Every push that ended, the last ones of a run too, as the trainer's events say."""
+    return [_push(event) for event in read_json_lines(events_jsonl) if event.get("event") == Event.PUSH_MEASURED.value]
 
 
 class Follower:

@@ -191,11 +191,10 @@ class TrainerLoop:
             await self._streams.report(self._epoch, discarded=intake.discarded)
 
     async def _after_server_change(self, server: str) -> str:
-        """A restarted server may have lost its last writes: the epoch and what this trainer reported among them."""
+        """Say so. If the server lost its last writes, the next fenced call puts this trainer's epoch back."""
         current = await self._streams.server_id()
         if current != server:
             self._log.warning(Event.QUEUE_BACK, server=current, before=server)
-            await self._streams.raise_epoch(self._epoch)
         return current
 
     # -- steps -------------------------------------------------------------------------------------------------------

@@ -100,6 +100,8 @@ class Receiver:
         plan = state.plan
         if plan is None or plan.status is not PushStatus.PLANNED or self._engine_id not in plan.participants:
             return False
+        if plan.epoch < state.epoch:  # its publisher is gone: a newer trainer has started
+            return False
         key = (plan.epoch, plan.version, plan.generation)
         if key == self._done or self._engine_id in state.failed:
             return False

@@ -214,7 +214,7 @@ async def test_an_engine_that_dies_or_hangs_in_a_push_costs_less_than_the_deadli
 
 
 @pytest.mark.parametrize("run", [{"deadline_s": 6.0}], indirect=True)  # a repair push may be under way at the end
-@pytest.mark.parametrize(("fault", "reason"), [("flip", "mix.weight"), ("stale_head", "nats at probe token")])
+@pytest.mark.parametrize(("fault", "reason"), [("flip", "mix.weight"), ("stale_head", "nats (max; most at probe token")])
 async def test_an_engine_whose_proof_fails_does_not_serve_and_says_so(run: Run, fault: str, reason: str) -> None:
     run.engine("good")
     run.engine("liar", fault=fault, at_version=2)

@@ -65,8 +65,10 @@ def ends(config: RunConfig) -> Mapping[str, int]:
     return result.ends
 
 
-def nothing_left() -> bool:
-    return not psutil.Process().children(recursive=True)
+def nothing_left(config: RunConfig) -> bool:
+    """No role or server of this run is alive (other tests may have children of their own)."""
+    commands = (" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True))
+    return not any(str(config.run_dir) in command for command in commands)
 
 
 def test_on_policy_with_max_lag_0_every_ratio_is_1_and_every_push_is_proven(make_config: Callable[..., RunConfig]) -> None:
@@ -81,7 +83,7 @@ def test_on_policy_with_max_lag_0_every_ratio_is_1_and_every_push_is_proven(make
     assert len(pushes) >= 4
     assert all(push["live"] and push["parity_tokens"] > 0 and push["parity_max_abs"] <= 1e-4 for push in pushes)
     assert ends(config)["trained"] == 20
-    assert nothing_left()
+    assert nothing_left(config)
 
 
 def test_one_step_at_lag_limit_1_ends_well(make_config: Callable[..., RunConfig]) -> None:
@@ -181,7 +183,7 @@ def test_a_killed_trainer_and_ctrl_c_lose_nothing_and_resume_goes_on(make_config
     epochs = [line["epoch"] for line in lines]
     assert epochs == sorted(epochs)
     assert len(set(epochs)) == 3
-    assert nothing_left()
+    assert nothing_left(config)
 
 
 def test_a_finished_run_goes_on_when_max_steps_is_raised(make_config: Callable[..., RunConfig]) -> None:
@@ -210,4 +212,4 @@ def test_an_environment_that_cannot_be_built_ends_the_run_with_the_role_s_own_wo
     config = make_config(environment__args__length=99)
     with pytest.raises(RoleFailed, match="length"):
         run(config, console=False)
-    assert nothing_left()
+    assert nothing_left(config)

@@ -17,6 +17,7 @@ from async_rl.config import check, load_config
 from async_rl.config.fields import leaf_fields
 from async_rl.config.run import RunConfig
 from async_rl.config.text import environment_settings
+from async_rl.testing.tiny_models import save_tiny_model
 
 ROOT = Path(__file__).parents[3]
 FILE = ROOT / "deploy/compose.yaml"
@@ -32,7 +33,7 @@ def compose(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def services(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    model = tmp_path_factory.mktemp("model")
+    model = save_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
     done = compose("--profile", "*", "config", "--format", "json", REDIS_PASSWORD="hunter2", MODEL_DIR=str(model))
     assert done.returncode == 0, done.stderr
     assert "warn" not in done.stderr.lower()
@@ -98,6 +99,7 @@ def test_command_of_a_role_is_one_that_its_program_accepts(services, role):
     module, function = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"][program].split(":")
     bound = {volume["target"]: volume["source"] for volume in services[role]["volumes"]}
     words = [bound.get(word, word) for word in arguments]
+    words.append(f"--model.path={bound['/model']}")
     code = f"import sys; from {module} import {function}; sys.argv[1:] = {[*words, '--dry-run']!r}; {function}()"
     env = {**os.environ, **services[role]["environment"]}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False, env=env)
