@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -22,7 +23,7 @@ from async_rl.logs import redact_url
 from async_rl.monitor.text import program
 from workers.arguments import describe, overrides_of, run_app
 
-WITH_OVERRIDES = ("run", "demo", "config")
+WITH_OVERRIDES = ("run", "demo", "config", "doctor")
 
 app = typer.Typer(
     add_completion=False,
@@ -196,6 +197,85 @@ def audit(run_dir: RunDir, debug: Debug = False) -> int:
         verdict if found.is_exact else "NOT exact: see the counts above", style="green" if found.is_exact else "bold red"
     )
     return 0 if found.is_exact else 1
+
+
+class DeadAction(StrEnum):
+    LIST = "list"
+    SHOW = "show"
+    REQUEUE = "requeue"
+    DROP = "drop"
+
+
+@app.command()
+def dead(
+    run_dir: RunDir,
+    action: Annotated[DeadAction, typer.Argument(help="What to do.")] = DeadAction.LIST,
+    entries: Annotated[
+        list[str] | None, typer.Argument(metavar="ENTRY", help="Ids from the list, or 'all'.", show_default=False)
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Tasks that could not be done: list them, show one as far as it can be read, give it another chance, or drop it."""
+    del debug
+    asyncio.run(_dead(run_dir, action, entries or []))
+
+
+async def _dead(run_dir: Path, action: DeadAction, names: Sequence[str]) -> None:
+    from async_rl.launch.dead import dead_letters
+    from async_rl.monitor.dead import print_dead, print_dead_entry
+
+    if action is not DeadAction.LIST and not names:
+        raise ConfigError(f"{action.value} needs an ENTRY: name one or more from the list, or 'all'")
+    console = Console()
+    async with dead_letters(run_dir, os.environ) as letters:
+        if action is DeadAction.LIST:
+            print_dead(await letters.entries(), console)
+            return
+        for name in [entry.entry_id for entry in await letters.entries()] if list(names) == ["all"] else names:
+            if action is DeadAction.SHOW:
+                print_dead_entry(await letters.entry(name), console)
+            elif action is DeadAction.REQUEUE:
+                console.print(f"{name}: task {await letters.requeue(name)} is in the queue", markup=False)
+            else:
+                await letters.drop(name)
+                console.print(f"{name}: dropped", markup=False)
+
+
+@app.command()
+def doctor(
+    context: typer.Context,
+    target: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[CONFIG|RUN]", help="TOML file or run directory; default: settings as they are.", show_default=False
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> int:
+    """Check server, disk, network and libraries for a run, and say what to change. Exit code 1 if a run would fail."""
+    from async_rl.checks.doctor import check_machine, is_broken, print_findings
+    from async_rl.checks.server import check_server
+    from async_rl.launch.inputs import check_inputs
+    from async_rl.launch.servers import server_like
+
+    del debug
+    settings = _examined(target, overrides_of(context))
+    findings = check_machine(settings)
+    if target is not None:
+        findings += check_inputs(settings)
+    with server_like(settings.redis, settings.run_dir) as url:
+        findings += asyncio.run(check_server(settings.redis, url))
+    print_findings(findings, Console())
+    return int(is_broken(findings))
+
+
+def _examined(target: Path | None, overrides: Sequence[str]) -> RunConfig:
+    """The config to examine: of a run, of a file, or the defaults with environment and flags."""
+    from async_rl.launch.look import config_of_run
+
+    if target is None:
+        return load_config(None, [f"--model.path={Path.cwd()}", *overrides]).config
+    return config_of_run(target, dict(os.environ)) if target.is_dir() else load_config(target, overrides).config
 
 
 def _load(path: Path, overrides: Sequence[str]) -> RunConfig:

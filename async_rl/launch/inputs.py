@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from async_rl.checks.findings import Finding, fail, ok
 from async_rl.config import RunConfig
 from async_rl.coordinator.prompts import BUILT_IN_SOURCE, PromptSource
 from async_rl.coordinator.rows import require_rows
 from async_rl.environments.load import load_environment, require_environment
-from async_rl.errors import DataError
+from async_rl.errors import ConfigError, DataError
 
 
 def require_inputs(config: RunConfig) -> None:
@@ -28,6 +29,15 @@ def require_model(config: RunConfig) -> None:
     if not (path / "config.json").is_file():
         what = "has no config.json" if path.is_dir() else "does not exist"
         raise DataError(f"model.path={path} {what}; give the directory of a Hugging Face causal LM with its tokenizer")
+
+
+def check_inputs(config: RunConfig) -> list[Finding]:
+    """`require_inputs` as a line of a report."""
+    try:
+        require_inputs(config)
+    except (ConfigError, DataError) as error:
+        return [fail("model and data", "missing", str(error))]
+    return [ok("model and data", f"{config.model.path}; prompts from {config.data.source}")]
 
 
 def open_prompts(config: RunConfig, run_id: str = "") -> PromptSource:
