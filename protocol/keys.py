@@ -32,7 +32,7 @@ class Keys:
 
     @property
     def state(self) -> str:
-        """Hash: status, epoch, cursor, issued, discarded."""
+        """Hash: status, epoch, cursor, issued, discarded, and lost_from, lost_below while lost tasks wait to be readmitted."""
         return f"{self.prefix}state"
 
     @property

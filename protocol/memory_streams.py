@@ -54,6 +54,7 @@ class _Run:
     cursor: int = 0
     issued: int = 0
     discarded: int = 0
+    lost: tuple[int, int] | None = None
     entries: dict[Stream, dict[str, _Entry]] = field(default_factory=lambda: {stream: {} for stream in Stream})
     deaths: dict[str, tuple[str, Stream]] = field(default_factory=dict)  # entry id in `dead` → reason, source
     outstanding: dict[str, tuple[Stream, str]] = field(default_factory=dict)  # task id → where it is
@@ -87,6 +88,10 @@ class MemoryStreams:
 
     async def server_id(self) -> str:
         return f"memory-{self._server}"
+
+    def lose_everything(self) -> None:
+        """What an emptied server looks like: the run's streams, counters and epoch are gone."""
+        self._run = _Run(RunState.RUNNING)
 
     def restart(self) -> None:
         """What a restarted server looks like: a new id, everything else kept."""
@@ -122,9 +127,23 @@ class MemoryStreams:
                 num_added += 1
         return num_added
 
+    async def readmit(self, tasks: Sequence[IssuedTask]) -> int:
+        if self._run.state is RunState.ENDED:
+            return 0
+        missing = [task for task in tasks if task.task_id not in self._run.outstanding]
+        for task in missing:
+            check_size(task.payload, self._max_message_bytes, f"task {task.task_id}")
+            self._add(Stream.TASKS, task.task_id, task.payload)
+        return len(missing)
+
+    async def mended(self, lost_from: int, lost_below: int) -> None:
+        if self._run.lost == (lost_from, lost_below):
+            self._run.lost = None
+
     async def counters(self) -> Counters:
         run = self._run
-        return Counters(run.state, run.epoch, run.cursor, run.issued, run.discarded, len(run.outstanding))
+        lost = run.lost or (0, 0)
+        return Counters(run.state, run.epoch, run.cursor, run.issued, run.discarded, len(run.outstanding), *lost)
 
     async def outstanding(self) -> frozenset[str]:
         return frozenset(self._run.outstanding)
@@ -272,6 +291,19 @@ class MemoryStreams:
         self._run.outstanding.clear()
         self._run.newly_dead.clear()
         self._run.started.clear()
+
+    async def restore(self, epoch: int, *, cursor: int, issued: int, first: int = 0) -> bool:
+        self._fence(epoch)
+        run = self._run
+        if run.cursor >= cursor:
+            return False
+        lost_from = max(run.cursor, first)
+        if run.lost is not None:
+            lost_from = min(lost_from, run.lost[0])
+        run.cursor, run.issued = cursor, max(run.issued, issued)
+        if lost_from < cursor:
+            run.lost = (lost_from, cursor)
+        return True
 
     async def reopen(self, epoch: int) -> None:
         self._fence(epoch)

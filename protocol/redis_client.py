@@ -36,12 +36,12 @@ from protocol.tls import TlsFiles
 T = TypeVar("T")
 
 _FENCED_SCRIPTS = frozenset(
-    {"take_over", "finish", "newly_dead", "finish_dead", "report", "end_run", "clear", "reopen"}
+    {"take_over", "finish", "newly_dead", "finish_dead", "report", "end_run", "clear", "reopen", "restore"}
 )  # fmt: skip
 _PLAIN_SCRIPTS = frozenset(
     {
         "open", "issue", "mark_exhausted", "reissue", "heartbeat", "leave", "claim", "own_pending", "publish", "bury",
-        "raise_epoch", "depths", "note_started", "in_flight", "requeue",
+        "raise_epoch", "depths", "note_started", "in_flight", "requeue", "readmit", "mended",
     }
 )  # fmt: skip
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.02, 1.0

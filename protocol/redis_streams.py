@@ -106,12 +106,23 @@ class RedisStreams:
             num_added += await self._client.script("reissue", keys, _flat(batch))
         return num_added
 
+    async def readmit(self, tasks: Sequence[IssuedTask]) -> int:
+        self._check_tasks(tasks)
+        keys = [self.keys.state, self.keys.stream(Stream.TASKS), self.keys.outstanding]
+        num_added = 0
+        for batch in _batches(tasks, lambda task: len(task.payload)):
+            num_added += await self._client.script("readmit", keys, _flat(batch))
+        return num_added
+
+    async def mended(self, lost_from: int, lost_below: int) -> None:
+        await self._client.script("mended", [self.keys.state], [lost_from, lost_below])
+
     async def counters(self) -> Counters:
-        names = ("status", "epoch", "cursor", "issued", "discarded")
+        names = ("status", "epoch", "cursor", "issued", "discarded", "lost_from", "lost_below")
         values, outstanding = await self._client.pipeline([("HMGET", self.keys.state, *names), ("HLEN", self.keys.outstanding)])
         state = RunState.NEW if values[0] is None else RunState(values[0].decode())
-        epoch, cursor, issued, discarded = (int(value or 0) for value in values[1:])
-        return Counters(state, epoch, cursor, issued, discarded, int(outstanding))
+        epoch, cursor, issued, discarded, lost_from, lost_below = (int(value or 0) for value in values[1:])
+        return Counters(state, epoch, cursor, issued, discarded, int(outstanding), lost_from, lost_below)
 
     async def outstanding(self) -> frozenset[str]:
         return frozenset(_texts(await self._client.execute("HKEYS", self.keys.outstanding)))
@@ -250,6 +261,9 @@ class RedisStreams:
         keys = [self.keys.outstanding, self.keys.newly_dead, self.keys.started, *map(self.keys.stream, GROUP_OF)]
         if not await self._trainer("clear", keys, [epoch, *GROUP_OF.values()]):
             raise QueueRefused("clear empties the streams of an ended run; this one has not ended: call end_run first")
+
+    async def restore(self, epoch: int, *, cursor: int, issued: int, first: int = 0) -> bool:
+        return bool(await self._trainer("restore", [], [epoch, cursor, issued, first]))
 
     async def reopen(self, epoch: int) -> None:
         await self._trainer("reopen", [], [epoch])

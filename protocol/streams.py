@@ -126,6 +126,13 @@ class Counters:
     issued: int  # tasks ever issued
     discarded: int  # groups ended without being trained
     outstanding: int  # issued and not yet in the intake log
+    lost_from: int = 0  # tasks of cursors in [lost_from, lost_below) may be missing: the server lost writes
+    lost_below: int = 0
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether tasks wait to be readmitted; until then the run is not exhausted."""
+        return self.lost_from < self.lost_below
 
 
 class Streams(Protocol):
@@ -158,6 +165,14 @@ class Streams(Protocol):
 
     async def reissue(self, tasks: Sequence[IssuedTask]) -> int:
         """After a server lost writes: add those `tasks` that are outstanding and in no stream. Returns how many; idempotent."""
+        ...
+
+    async def readmit(self, tasks: Sequence[IssuedTask]) -> int:
+        """After `restore`: add those `tasks` that are not outstanding. Returns how many; idempotent. Raises: QueueFull."""
+        ...
+
+    async def mended(self, lost_from: int, lost_below: int) -> None:
+        """What was missing of these cursors is readmitted; no-op if the counters name another range by now."""
         ...
 
     async def counters(self) -> Counters: ...
@@ -265,6 +280,15 @@ class Streams(Protocol):
 
     async def clear(self, epoch: int) -> None:
         """After the end is in the log: empty the streams and `outstanding`. Raises: EpochFenced."""
+        ...
+
+    async def restore(self, epoch: int, *, cursor: int, issued: int, first: int = 0) -> bool:
+        """After a server lost writes, or everything: put the cursor forward to what the trainer knows was issued.
+
+        False, and nothing done, if the cursor is there already: a living one is never rewound. The counters then name the
+        cursors (from `first` on) whose tasks may be missing; the coordinator readmits those that the log does not know.
+        Raises: EpochFenced.
+        """
         ...
 
     async def reopen(self, epoch: int) -> None:

@@ -8,6 +8,7 @@ from async_rl.coordinator.loop import CoordinatorLoop, CoordinatorSettings
 from async_rl.coordinator.prompts import PromptSource
 from async_rl.launch.inputs import open_prompts
 from async_rl.registry.redis_registry import RedisRegistry
+from async_rl.run_dir.intake_log import read_log
 from workers.arguments import RoleArguments, role_main
 from workers.connect import connect, run_until_stopped
 
@@ -32,7 +33,8 @@ async def _coordinate(arguments: RoleArguments, source: PromptSource) -> None:
     await streams.open()
     registry = RedisRegistry(streams.client, arguments.run_id)
     settings = CoordinatorSettings.from_config(arguments.config, arguments.worker_id)
-    loop = CoordinatorLoop(streams, registry, source, settings)
+    intake = arguments.layout.intake_dir
+    loop = CoordinatorLoop(streams, registry, source, settings, read_log=lambda: read_log(intake))
     try:
         await run_until_stopped(loop.run(), loop.stop)
     finally:

@@ -19,6 +19,7 @@ from async_rl.coordinator.pushes import PushSupervisor
 from async_rl.errors import QueueFull, QueueUnavailable
 from async_rl.logs import Event, get_logger
 from async_rl.registry.versions import RegistryState, VersionRegistry, min_served
+from async_rl.run_dir.log_index import LogIndex
 from protocol.codec import encode
 from protocol.messages import PromptTask
 from protocol.run_end import RunEnd
@@ -60,7 +61,8 @@ class CoordinatorSettings:
 class CoordinatorLoop:
     """Runs until the run has ended, or until `stop()`.
 
-    clock: seconds, for waits and leases. unix_clock: stamps tasks and push plans.
+    read_log: what the run's intake log knows, asked only when the server lost tasks. clock: seconds, for waits and leases.
+    unix_clock: stamps tasks and push plans.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class CoordinatorLoop:
         source: PromptSource,
         settings: CoordinatorSettings,
         *,
+        read_log: Callable[[], LogIndex] = LogIndex,
         clock: Callable[[], float] = time.monotonic,
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -77,6 +80,7 @@ class CoordinatorLoop:
         self._registry = registry
         self._source = source
         self._settings = settings
+        self._read_log = read_log
         self._clock = clock
         self._unix_clock = unix_clock
         self._log = get_logger()
@@ -123,7 +127,7 @@ class CoordinatorLoop:
 
     async def _issue_once(self, state: RegistryState, counters: Counters) -> bool:
         """Issue what may be issued, at most a batch. True if something changed and there may be more to do."""
-        if counters.state is not RunState.RUNNING:
+        if counters.state is not RunState.RUNNING or counters.has_losses:
             return False
         if self._source.is_end(counters.cursor):
             return await self._mark_exhausted(counters.cursor)
@@ -203,7 +207,26 @@ class CoordinatorLoop:
                 if server is not None:
                     self._log.warning(Event.QUEUE_BACK, server=current, before=server, reissued=reissued)
                 server = current
+            await self._readmit_lost()
             await asyncio.sleep(SERVER_POLL_S)
+
+    async def _readmit_lost(self) -> None:
+        """Make the tasks again that a server lost with its counters, but for those that the log knows."""
+        counters = await self._streams.counters()
+        if not counters.has_losses:
+            return
+        index = await asyncio.to_thread(self._read_log)
+        readmitted = 0
+        try:
+            for start in range(counters.lost_from, counters.lost_below, ISSUE_BATCH):
+                count = min(ISSUE_BATCH, counters.lost_below - start)
+                tasks = await asyncio.to_thread(self._tasks_from, start, count)
+                readmitted += await self._streams.readmit([task for task in tasks if not index.knows(task.task_id)])
+        except QueueFull as error:
+            self._log.warning(Event.QUEUE_FULL, waiting="to readmit lost tasks", error=str(error))
+            return  # the next look goes on
+        await self._streams.mended(counters.lost_from, counters.lost_below)
+        self._log.warning(Event.TASK_RECLAIMED, count=readmitted, reason="the server lost them", cursor=counters.cursor)
 
     async def _reissue_lost(self) -> int:
         """Put outstanding tasks that are in no stream back, under the same ids. Returns how many there were."""

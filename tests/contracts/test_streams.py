@@ -37,6 +37,8 @@ class Queue(Protocol):
 
     async def lose_entry(self, stream: Stream, entry_id: str) -> None: ...
 
+    async def lose_everything(self) -> None: ...
+
 
 class MemoryQueue:
     def __init__(self) -> None:
@@ -54,6 +56,9 @@ class MemoryQueue:
     async def lose_entry(self, stream: Stream, entry_id: str) -> None:
         del self.streams._run.entries[stream][entry_id]
 
+    async def lose_everything(self) -> None:
+        self.streams.lose_everything()
+
 
 class RedisQueue:
     def __init__(self, url: str) -> None:
@@ -68,6 +73,11 @@ class RedisQueue:
 
     async def lose_entry(self, stream: Stream, entry_id: str) -> None:
         await self.streams.client.xdel(self.streams.keys.stream(stream), entry_id)
+
+    async def lose_everything(self) -> None:
+        keys = await self.streams.client.keys(f"arl:{{{self.streams.keys.run_id}}}:*")
+        await self.streams.client.delete(*keys)
+        await self.streams.open()
 
 
 @pytest.fixture(scope="module")
@@ -640,6 +650,7 @@ async def test_an_older_trainer_is_fenced_in_everything_it_writes(streams: Strea
         streams.end_run(old),
         streams.clear(old),
         streams.reopen(old),
+        streams.restore(old, cursor=9, issued=9),
     ):
         with pytest.raises(EpochFenced, match=f"epoch {new}"):
             await refused
@@ -715,6 +726,66 @@ async def test_reissue_adds_only_what_is_outstanding_and_nowhere(queue: Queue) -
     assert await streams.reissue(everything) == 0
     assert _ids(await streams.read(Stream.TASKS, "w1", count=9, block_s=0)) == ["in-tasks", "held", "lost"]
     assert (await streams.counters()).issued == 4  # it counts once
+
+
+async def test_take_over_brings_what_was_published_first_first(streams: Streams) -> None:
+    """Epoch 10 and 9 hold every other group; names of consumers sort otherwise than epochs."""
+    await _work(streams, "a", "b", "c", "d")
+    for epoch, name in ((9, "a"), (10, "b"), (10, "c"), (11, "d")):
+        assert await streams.raise_epoch(epoch) >= epoch
+        newest = (await streams.counters()).epoch
+        assert _ids(await streams.read_groups(newest, count=1, block_s=0)) == [name]
+    newest = await streams.raise_epoch(0)
+    assert _ids(await streams.take_over(newest, count=3)) == ["a", "b", "c"]
+    assert _ids(await streams.take_over(newest, count=3)) == ["d"]
+
+
+async def test_an_emptied_server_gets_its_cursor_back_and_the_tasks_that_are_missing(queue: Queue) -> None:
+    streams = queue.streams
+    epoch = await streams.raise_epoch(0)
+    await _issue(streams, "a", "b", "c")
+    await queue.lose_everything()
+    assert (await streams.counters()).cursor == 0
+    assert await streams.restore(epoch, cursor=3, issued=3)
+    assert not await streams.restore(epoch, cursor=3, issued=3)
+    counters = await streams.counters()
+    assert (counters.cursor, counters.issued, counters.epoch) == (3, 3, epoch)
+    assert (counters.lost_from, counters.lost_below, counters.has_losses) == (0, 3, True)
+    assert await streams.readmit(_tasks("a", "c")) == 2  # b is in the log
+    assert await streams.readmit(_tasks("a", "c")) == 0
+    await streams.mended(0, 3)
+    counters = await streams.counters()
+    assert (counters.has_losses, counters.issued, counters.outstanding) == (False, 3, 2)
+    assert _ids(await streams.read(Stream.TASKS, "w", count=9, block_s=0)) == ["a", "c"]
+
+
+async def test_a_living_cursor_is_never_rewound_and_a_lost_tail_alone_is_mended(streams: Streams) -> None:
+    epoch = await streams.raise_epoch(0)
+    await _issue(streams, "a", "b")
+    assert not await streams.restore(epoch, cursor=1, issued=1)
+    assert not await streams.restore(epoch, cursor=2, issued=9)
+    assert (await streams.counters()).issued == 2
+    assert await streams.restore(epoch, cursor=5, issued=5)
+    assert await streams.restore(epoch, cursor=7, issued=7)
+    counters = await streams.counters()
+    assert (counters.lost_from, counters.lost_below, counters.cursor, counters.issued) == (2, 7, 7, 7)
+    await streams.mended(2, 5)  # of before the second loss
+    assert (await streams.counters()).has_losses
+
+
+async def test_what_lies_before_the_first_cursor_was_never_issued(streams: Streams) -> None:
+    """A fork begins at the cursor of its origin."""
+    epoch = await streams.raise_epoch(0)
+    assert await streams.restore(epoch, cursor=8, issued=0, first=8)
+    counters = await streams.counters()
+    assert (counters.cursor, counters.issued, counters.has_losses) == (8, 0, False)
+
+
+async def test_nothing_is_readmitted_into_an_ended_run(streams: Streams) -> None:
+    epoch = await streams.raise_epoch(0)
+    await streams.end_run(epoch)
+    assert await streams.readmit(_tasks("a")) == 0
+    assert (await streams.counters()).outstanding == 0
 
 
 async def test_a_held_entry_that_vanished_does_not_disturb_its_holder_or_a_claimer(queue: Queue) -> None:

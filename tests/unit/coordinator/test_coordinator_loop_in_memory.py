@@ -16,6 +16,7 @@ from async_rl.coordinator.prompts import PromptSource, TaskTemplate
 from async_rl.environments.base import Row
 from async_rl.registry.memory_registry import MemoryRegistry
 from async_rl.registry.versions import EngineRecord, EngineStatus, RegistryState
+from async_rl.run_dir.log_index import LogIndex
 from async_rl.testing.roles import FakeEngine, FakeTrainer, running, until
 from protocol.codec import decode_task
 from protocol.errors import QueueFull, QueueUnavailable
@@ -88,13 +89,20 @@ async def _run(
     streams: MemoryStreams | None = None,
     engines: Sequence[str] = ("w0",),
     coordinators: int = 1,
+    known: LogIndex | None = None,
 ) -> AsyncIterator[_Run]:
     streams = MemoryStreams() if streams is None else streams
     trainer: FakeTrainer
     registry = MemoryRegistry(lambda: trainer.epoch)
     trainer = FakeTrainer(streams, registry)
     loops = [
-        CoordinatorLoop(streams, registry, source or _source(), replace(settings, worker_id=f"coordinator-{index}"))
+        CoordinatorLoop(
+            streams,
+            registry,
+            source or _source(),
+            replace(settings, worker_id=f"coordinator-{index}"),
+            read_log=lambda: known or LogIndex(),
+        )
         for index in range(coordinators)
     ]
     workers = [FakeEngine(streams, registry, worker_id) for worker_id in engines]
@@ -296,6 +304,38 @@ async def test_tasks_that_were_lost_while_nobody_coordinated_are_found_at_start(
     tasks = await streams.read(Stream.TASKS, "reader", count=100, block_s=0)
     assert set(lost) < {str(task.task_id) for task in tasks}
     assert (await streams.counters()).issued == 8
+
+
+async def test_an_emptied_server_gets_the_tasks_back_that_the_log_does_not_know() -> None:
+    streams = MemoryStreams()
+    known = LogIndex(settled={task_id("rows", 0, row): ("trained", 0) for row in (0, 3)})
+    async with _run(streams=streams, known=known) as run:
+        await run.trainer.start()
+        await run.settles_at(8)
+        streams.lose_everything()
+        await streams.restore(run.trainer.epoch, cursor=8, issued=8)
+
+        async def mended() -> bool:
+            return not (await streams.counters()).has_losses
+
+        await until(mended)
+        assert await streams.outstanding() == {task_id("rows", 0, row) for row in (1, 2, 4, 5, 6, 7)}
+        assert (await streams.counters()).issued == 8
+
+
+async def test_a_run_is_not_exhausted_while_lost_tasks_are_missing() -> None:
+    streams = MemoryStreams()
+    await streams.open()
+    await streams.restore(1, cursor=8, issued=8)
+    async with _run(source=_source(rows=8, data_epochs=1), streams=streams) as run:
+        await run.trainer.start()
+
+        async def exhausted() -> bool:
+            return (await streams.counters()).state is RunState.EXHAUSTED
+
+        await until(exhausted)
+        counters = await streams.counters()
+        assert (counters.has_losses, counters.outstanding) == (False, 8)
 
 
 def _lose_entries(streams: MemoryStreams, stream: Stream, *, count: int) -> list[str]:
