@@ -308,7 +308,7 @@ async def test_tasks_that_were_lost_while_nobody_coordinated_are_found_at_start(
 
 async def test_an_emptied_server_gets_the_tasks_back_that_the_log_does_not_know() -> None:
     streams = MemoryStreams()
-    known = LogIndex(settled={task_id("rows", 0, row): ("trained", 0) for row in (0, 3)})
+    known = LogIndex(settled={task_id("rows", 0, row, 0): ("trained", 0) for row in (0, 3)})
     async with _run(streams=streams, known=known) as run:
         await run.trainer.start()
         await run.settles_at(8)
@@ -319,7 +319,7 @@ async def test_an_emptied_server_gets_the_tasks_back_that_the_log_does_not_know(
             return not (await streams.counters()).has_losses
 
         await until(mended)
-        assert await streams.outstanding() == {task_id("rows", 0, row) for row in (1, 2, 4, 5, 6, 7)}
+        assert await streams.outstanding() == {task_id("rows", 0, row, 0) for row in (1, 2, 4, 5, 6, 7)}
         assert (await streams.counters()).issued == 8
 
 
