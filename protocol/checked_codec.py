@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from protocol.errors import CodecError
 from protocol.messages import (
@@ -206,9 +206,9 @@ def _read_trajectory(body: Any) -> Trajectory:
     except CodecError as error:
         raise below(at, error) from None
     trajectory = Trajectory(
-        _array(token_ids, INT32, "token_ids"),
-        _array(loss_mask, UINT8, "loss_mask"),
-        _array(logprobs, FLOAT32, "behavior_logprobs"),
+        require_array(token_ids, INT32, "token_ids"),
+        require_array(loss_mask, UINT8, "loss_mask"),
+        require_array(logprobs, FLOAT32, "behavior_logprobs"),
         tuple(each("versions", _read_span, sequence(versions, "versions"))),
         sampling,
         tuple(each("turns", _read_turn, sequence(turns, "turns"))),
@@ -254,7 +254,8 @@ def _components(components: Mapping[str, float]) -> dict[str, float]:
     return {text(name, "components"): number(value, f"components.{name}") for name, value in components.items()}
 
 
-def _array(value: Any, dtype: np.dtype[Any], name: str) -> Any:
+def require_array(value: Any, dtype: np.dtype[Any], name: str) -> Any:
+    """`value`, a 1-D array of `dtype`. Raises: CodecError."""
     if value.__class__ is not np.ndarray:
         raise FieldError(name, f"expected an array of {dtype.name}, got {shown(value)}")
     if value.dtype != dtype:

@@ -7,10 +7,10 @@ not know.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -46,8 +46,7 @@ class EndReason(StrEnum):
     UNUSED = "unused"
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How one completion is sampled. `seed` is unique per trajectory by construction (see `trajectory_seed`)."""
 
     temperature: float
@@ -58,8 +57,7 @@ class SamplingParams:
     top_k: int = 0  # 0: off
 
 
-@dataclass(frozen=True, slots=True)
-class PromptTask:
+class PromptTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One prompt to be completed `group_size` times. Its id is deterministic, so issuing it again is a no-op."""
 
     run_id: str
@@ -78,12 +76,11 @@ class PromptTask:
     issued_at_s: float  # Unix time
 
 
-@dataclass(frozen=True, slots=True)
-class Reward:
+class Reward(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A score with its named components, or *invalid* with a reason. Infrastructure failures are invalid, never 0."""
 
     value: float | None
-    components: Mapping[str, float] = field(default_factory=dict)
+    components: Mapping[str, float] = msgspec.field(default_factory=dict)
     invalid_reason: str | None = None  # e.g. "ZeroDivisionError: ..."
     error_type: str | None = None  # e.g. "ZeroDivisionError", "timeout"; counted in the metrics
 
@@ -100,8 +97,7 @@ class Reward:
         return Reward(value=None, invalid_reason=reason, error_type=error_type)
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tokens [start, end) that the policy sampled in one turn."""
 
     start: int
@@ -109,8 +105,7 @@ class Turn:
     finish_reason: FinishReason
 
 
-@dataclass(frozen=True, slots=True)
-class Timings:
+class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a trajectory's time went (seconds), and when it was sampled (Unix time)."""
 
     started_at_s: float
@@ -121,8 +116,7 @@ class Timings:
     reward_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Trajectory:
+class Trajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, eq=False):
     """The record of one rollout: every id, and for every sampled id its behavior logprob and version.
 
     token_ids int32 [T]: prompt, then sampled and observed tokens in order. loss_mask uint8 [T]: 1 where trained.
@@ -156,8 +150,7 @@ class Trajectory:
         return oldest_version(self.versions)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TrajectoryGroup:
+class TrajectoryGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, eq=False):
     """The `group_size` trajectories of one prompt. One stream entry."""
 
     task: PromptTask

@@ -7,11 +7,11 @@ version whose KV any of them attended to is `kv_version`. Tokens that were not s
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
+class VersionSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Half-open token range [start, end) sampled by `version`, over KV at least as new as `kv_version`."""
 
     start: int

@@ -6,9 +6,11 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
+
+from msgspec.structs import replace
 
 from async_rl.environments.base import Episode
 from async_rl.environments.episodes import Decode, episode_of

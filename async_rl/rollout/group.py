@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 import numpy as np
+from msgspec.structs import replace
 
 from async_rl.environments.base import Environment, Episode, TurnText
 from async_rl.errors import DataError
@@ -135,7 +136,7 @@ class GroupRollout:
 
     @property
     def version(self) -> int:
-        """What is served now; between a swap and its proof, what was served last: a task begun then is sampled by what comes."""
+        """What is served now; between a swap and its proof, what was served last: a task begun then samples what comes."""
         serving = self._engine.serving_version
         if serving is not None:
             self._last_served = serving

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import fields, replace
 
 from protocol import checked_codec
 from protocol.checked_codec import decode_checked, encode_checked
@@ -248,9 +248,10 @@ def test_an_inconsistent_trajectory_is_refused_by_the_reader(changes: dict[str, 
         ({"reward": Reward(1.0, {"a": "b"})}, r"reward\.components\.a: expected a float"),  # type: ignore[dict-item]
     ],
 )  # fmt: skip
-def test_wrong_types_are_refused_by_the_sender(changes: dict[str, Any], message: str) -> None:
+def test_wrong_types_never_pass(changes: dict[str, Any], message: str) -> None:
+    """Arrays and maps are refused by the sender, plain numbers and strings by whoever reads them."""
     with pytest.raises(CodecError, match=rf"trajectories\[0\]\.{message}"):
-        encode(_group(_trajectory(**changes)))
+        decode(encode(_group(_trajectory(**changes))))
 
 
 @pytest.mark.parametrize(
@@ -267,9 +268,15 @@ def test_wrong_types_are_refused_by_the_sender(changes: dict[str, Any], message:
         ({"run_id": b"run"}, r"run_id: expected a string"),
     ],
 )
-def test_a_task_that_is_no_task_is_refused_by_the_sender(changes: dict[str, Any], message: str) -> None:
+def test_a_task_that_is_no_task_never_passes(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CodecError, match=message):
-        encode(replace(TASK, **changes))
+        decode(encode(replace(TASK, **changes)))
+
+
+@pytest.mark.parametrize("key", [(1, 2), 3, None, b"k"])
+def test_a_key_that_is_no_string_is_refused_by_the_sender(key: object) -> None:
+    with pytest.raises(CodecError, match="map key"):
+        encode(replace(TASK, columns={key: 0}))  # type: ignore[dict-item]  # on purpose
 
 
 def test_only_messages_are_encoded() -> None:
