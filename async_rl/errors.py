@@ -14,7 +14,8 @@ AsyncRLError
 ├── RunDirError            the run directory exists, is missing or is full    (exit code 4)
 ├── DeadlineExceeded       who waited for whom, and how long                  (exit code 5)
 └── RoleFailed             a role process ended with an error                 (exit code of the role)
-protocol.errors.ProtocolError and its children are re-exported beside them   (QueueRefused, QueueUnavailable: exit code 6)
+protocol.errors.ProtocolError and its children are re-exported beside them   (QueueRefused, QueueUnavailable: exit code 6;
+EpochFenced: exit code 7)
 """
 
 from __future__ import annotations
@@ -53,6 +54,10 @@ __all__ = [
     "WeightPushError",
     "exit_code",
 ]
+
+
+FENCED = 7
+"""Exit code of a trainer that found a newer one."""
 
 
 class AsyncRLError(Exception):
@@ -114,6 +119,10 @@ class RoleFailed(AsyncRLError):
         super().__init__(message)
         self.exit_code = role_exit_code if 0 < role_exit_code < 126 else 1
 
+    def with_note(self, note: str) -> RoleFailed:
+        """The same failure, `note` before its words."""
+        return RoleFailed(f"{note}{self}", role_exit_code=self.exit_code)
+
 
 def exit_code(error: BaseException) -> int:
     """The process exit code that belongs to an error (never 0)."""
@@ -121,4 +130,6 @@ def exit_code(error: BaseException) -> int:
         return error.exit_code
     if isinstance(error, QueueRefused | QueueUnavailable):
         return 6
+    if isinstance(error, EpochFenced):
+        return FENCED
     return 1

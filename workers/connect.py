@@ -13,6 +13,9 @@ from workers.arguments import RoleArguments
 
 T = TypeVar("T")
 
+STOPPED = 128 + signal.SIGTERM
+"""Exit code of a role that the run needs, and that was asked to stop before the run had ended."""
+
 
 def connect(arguments: RoleArguments) -> RedisStreams:
     """The run's streams on its server, not opened yet."""

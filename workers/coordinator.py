@@ -10,7 +10,7 @@ from async_rl.launch.inputs import open_prompts
 from async_rl.registry.redis_registry import RedisRegistry
 from async_rl.run_dir.intake_log import read_log
 from workers.arguments import RoleArguments, role_main
-from workers.connect import connect, run_until_stopped
+from workers.connect import STOPPED, connect, run_until_stopped
 
 
 def main() -> None:
@@ -25,10 +25,12 @@ def plan(arguments: RoleArguments) -> dict[str, str]:
 
 def run(arguments: RoleArguments) -> None:
     """Open the data, then coordinate until the run has ended or SIGTERM comes."""
-    asyncio.run(_coordinate(arguments, open_prompts(arguments.config, arguments.run_id)))
+    if not asyncio.run(_coordinate(arguments, open_prompts(arguments.config, arguments.run_id))):
+        raise SystemExit(STOPPED)
 
 
-async def _coordinate(arguments: RoleArguments, source: PromptSource) -> None:
+async def _coordinate(arguments: RoleArguments, source: PromptSource) -> bool:
+    """True: the run has ended. False: stopped before."""
     streams = connect(arguments)
     await streams.open()
     registry = RedisRegistry(streams.client, arguments.run_id)
@@ -36,7 +38,7 @@ async def _coordinate(arguments: RoleArguments, source: PromptSource) -> None:
     intake = arguments.layout.intake_dir
     loop = CoordinatorLoop(streams, registry, source, settings, read_log=lambda: read_log(intake))
     try:
-        await run_until_stopped(loop.run(), loop.stop)
+        return await run_until_stopped(loop.run(), loop.stop)
     finally:
         await registry.close()
         await streams.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 
 import torch
 
@@ -14,9 +13,7 @@ from async_rl.trainer.learner import Learner
 from async_rl.trainer.loop import TrainerLoop, TrainerResult
 from async_rl.trainer.policy import PolicyOptions, load_policy
 from workers.arguments import RoleArguments, role_main
-from workers.connect import connect, run_until_stopped
-
-STOPPED = 143  # 128 + SIGTERM: asked to stop before the run had ended
+from workers.connect import STOPPED, connect, run_until_stopped
 
 
 def main() -> None:
@@ -63,7 +60,7 @@ async def _lead(arguments: RoleArguments, learner: Learner, ranks: Ranks) -> Tra
     await streams.open()
     registry = RedisRegistry(streams.client, arguments.run_id)
     loop = TrainerLoop(
-        arguments.config, streams=streams, registry=registry, learner=learner, worker_id=f"trainer-{os.getpid()}"
+        arguments.config, streams=streams, registry=registry, learner=learner, worker_id=arguments.worker_id
     )
     try:
         return await run_until_stopped(loop.run(), loop.stop)

@@ -53,6 +53,35 @@ class RedisConfig(StrictModel):
         return TlsFiles(self.ca_file, self.cert_file, self.key_file)
 
 
+class LaunchConfig(StrictModel):
+    """How `async-rl run` and `async-rl demo` keep the roles of a run alive on this machine."""
+
+    max_restarts: int = Field(10, ge=0)
+    """Restarts of one role, or of the embedded server, within launch.restart_window_s. One failure more ends the run (of a
+    rollout or reward worker: that worker). With 0 the first failure does."""
+    restart_window_s: float = Field(600.0, gt=0)
+    """Failures older than this are forgiven."""
+    backoff_s: float = Field(0.5, gt=0)
+    """Wait before the first restart of a role. It doubles with every further failure, until a start lives for longer than
+    launch.max_backoff_s."""
+    max_backoff_s: float = Field(30.0, gt=0)
+    """Longest wait before a restart."""
+    min_healthy_workers: int = Field(1, ge=0)
+    """Rollout workers that must hold a lease, wherever they were started; at most rollout.workers of them are asked for."""
+    min_healthy_grace_s: float = Field(300.0, gt=0)
+    """Fewer for longer than this end the run."""
+    hang_leases: float = Field(8.0, ge=0)
+    """A role that lives and renewed no lease for this many times redis.lease_s hangs: it is killed and started again.
+    0: never."""
+    start_timeout_s: float = Field(600.0, gt=0)
+    """The same for a role that got no lease since it was started; time to load a model."""
+    drain_s: float = Field(20.0, gt=0)
+    """Time that a rollout or reward worker has, from SIGTERM or SIGUSR1 on, to finish and publish what it holds. What it cannot
+    finish goes to others."""
+    stop_s: float = Field(60.0, gt=0)
+    """Time that the roles have to end when the run is stopped; the trainer writes a checkpoint in it. Then they are killed."""
+
+
 class LoggingConfig(StrictModel):
     """What the roles say."""
 
@@ -78,4 +107,5 @@ class RunConfig(StrictModel):
     checkpoint: CheckpointConfig = CheckpointConfig()
     weights: WeightsConfig = WeightsConfig()
     redis: RedisConfig = RedisConfig()
+    launch: LaunchConfig = LaunchConfig()
     logging: LoggingConfig = LoggingConfig()

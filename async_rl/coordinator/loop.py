@@ -96,8 +96,11 @@ class CoordinatorLoop:
         """Issue nothing more, leave. What is outstanding stays in the queue."""
         self._stopping.set()
 
-    async def run(self) -> None:
-        """Coordinate. Raises: DataError for a row that changed under us; QueueUnavailable after redis.retry_s."""
+    async def run(self) -> bool:
+        """Coordinate. True: the run has ended; False: `stop` was called before.
+
+        Raises: DataError for a row that changed under us; QueueUnavailable after redis.retry_s.
+        """
         await self._streams.open()
         async with asyncio.TaskGroup() as tasks:
             helpers = [tasks.create_task(work) for work in (self._heartbeat(), self._pushes.run(), self._watch_server())]
@@ -107,6 +110,7 @@ class CoordinatorLoop:
             for helper in (*helpers, stopped, issuing):
                 helper.cancel()
         await self._streams.leave(self._settings.worker_id)
+        return issuing.done() and not issuing.cancelled()
 
     # -- admission ---------------------------------------------------------------------------------------------------
     async def _issue_until_the_end(self) -> None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
 from rich.console import Console
 
 from async_rl.config import RunConfig, check
-from async_rl.errors import QueueUnavailable, RoleFailed
+from async_rl.config.run import LaunchConfig
+from async_rl.errors import QueueUnavailable
 from async_rl.launch.embedded_redis import EMBEDDED, EmbeddedRedis
 from async_rl.launch.inputs import require_inputs
+from async_rl.launch.lease_watch import LeaseWatch
 from async_rl.launch.prepare import PreparedRun, prepare
+from async_rl.launch.restarts import FailureHistory, RestartPolicy
 from async_rl.launch.role_table import free_port, role_table
 from async_rl.launch.run_lock import run_lock
 from async_rl.launch.supervisor import Patience, StopRequest, Supervisor, catch_stop_signals
@@ -26,9 +29,10 @@ from async_rl.monitor.terminal import progress_display
 from async_rl.run_dir.files import JsonLinesWriter
 from async_rl.run_dir.layout import RunIdentity, RunLayout
 
-PORT_TRIES = 3
 SERVER_TRIES = 3
-PORT_CLASH = ("EADDRINUSE", "address already in use")
+SERVER_BACKOFF_S = 0.05
+SERVER = "redis"
+FAILURES = frozenset({Event.ROLE_FAILED, Event.ROLE_GIVEN_UP, Event.RUN_FAILED})
 
 
 class RunEnd(StrEnum):
@@ -66,10 +70,8 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False, con
         return supervise(config, prepared, stop, display=display)
 
 
-def supervise(
-    config: RunConfig, prepared: PreparedRun, stop: StopRequest, *, display: Display, patience: Patience = Patience()
-) -> RunResult:
-    """Start the server and the roles of a prepared run, and see them to their end."""
+def supervise(config: RunConfig, prepared: PreparedRun, stop: StopRequest, *, display: Display) -> RunResult:
+    """Start the server and the roles of a prepared run, keep them up, and see them to their end."""
     started = time.monotonic()
     layout, identity = prepared.layout, prepared.identity
     events = _Events(layout, identity)
@@ -77,8 +79,8 @@ def supervise(
     for change in prepared.changes:
         display.note(f"changed since the last start: {change}")
     try:
-        with _server(config, layout) as (redis_url, alive):
-            signum = _with_free_port(config, layout, redis_url, alive, stop, display, patience)
+        with _server(config, layout, events, display) as (redis_url, keep_up):
+            signum = _run_roles(config, prepared, redis_url, keep_up, stop, display, events)
     except BaseException as error:
         events.write(Event.RUN_FAILED, error=str(error).splitlines()[0] if str(error) else type(error).__name__)
         raise
@@ -97,37 +99,69 @@ def supervise(
     )
 
 
-def _with_free_port(
+def _run_roles(
     config: RunConfig,
-    layout: RunLayout,
+    prepared: PreparedRun,
     redis_url: str,
-    alive: Callable[[], None],
+    keep_up: Callable[[], None],
     stop: StopRequest,
     display: Display,
-    patience: Patience,
+    events: _Events,
 ) -> int | None:
-    """Run the roles; when somebody else took the rendezvous port in the meantime, start them again on another."""
-    for tries_left in reversed(range(PORT_TRIES)):
-        roles = role_table(config, layout, redis_url=redis_url, master_port=free_port())
-        try:
-            return Supervisor(roles, layout.logs_dir, display=display, check=alive, patience=patience).run(stop)
-        except RoleFailed as error:
-            if tries_left == 0 or not any(sign.lower() in str(error).lower() for sign in PORT_CLASH):
-                raise
-            display.note("The rendezvous port was taken by another process: starting again on a new one.")
-    raise AssertionError("unreachable: the last try returns or raises")
+    """See the roles to their end, which a signal may bring (its number)."""
+    layout, lease_s = prepared.layout, config.redis.lease_s
+    with LeaseWatch(redis_url, prepared.identity.run_id, every_s=min(1.0, lease_s / 4), gap_s=max(2.0, lease_s / 2)) as leases:
+        supervisor = Supervisor(
+            lambda: role_table(config, layout, redis_url=redis_url, master_port=free_port()),
+            layout.logs_dir,
+            policy=restart_policy(config.launch),
+            floors=worker_floors(config),
+            leases=leases,
+            display=display,
+            patience=patience_of(config),
+            check=keep_up,
+            on_event=events.write,
+        )
+        return supervisor.run(stop)
+
+
+def restart_policy(launch: LaunchConfig) -> RestartPolicy:
+    return RestartPolicy(launch.max_restarts, launch.restart_window_s, launch.backoff_s, launch.max_backoff_s)
+
+
+def patience_of(config: RunConfig) -> Patience:
+    launch, lease_s = config.launch, config.redis.lease_s
+    return Patience(
+        stop_s=launch.stop_s,
+        lease_s=lease_s,
+        hang_s=launch.hang_leases * lease_s,
+        start_s=launch.start_timeout_s,
+        below_floor_s=launch.min_healthy_grace_s,
+    )
+
+
+def worker_floors(config: RunConfig) -> dict[str, int]:
+    """Workers of each kind that must be healthy; of a kind that is started elsewhere, none."""
+    floors = {"rollout": min(config.launch.min_healthy_workers, config.rollout.workers)}
+    if config.reward.placement == "workers":
+        floors["reward"] = min(1, config.reward.workers)
+    return {kind: floor for kind, floor in floors.items() if floor > 0}
 
 
 @contextmanager
-def _server(config: RunConfig, layout: RunLayout) -> Iterator[tuple[str, Callable[[], None]]]:
-    """The address of the run's server, and a check that it is still there (ours to start only if embedded)."""
+def _server(
+    config: RunConfig, layout: RunLayout, events: _Events, display: Display
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The address of the run's server, and what keeps it up (ours to start only if embedded)."""
     if config.redis.url != EMBEDDED:
         yield config.redis.url, lambda: None
         return
     server = EmbeddedRedis(layout.redis_dir, appendfsync=config.redis.appendfsync)
     _start(server)
+    # At once the first time: every role waits for it.
+    policy = replace(restart_policy(config.launch), backoff_s=SERVER_BACKOFF_S)
     try:
-        yield server.url, lambda: _require_running(server)
+        yield server.url, _ServerGuard(server, policy, events, display).keep_up
     finally:
         server.stop()
 
@@ -143,12 +177,45 @@ def _start(server: EmbeddedRedis) -> None:
                 raise
 
 
-def _require_running(server: EmbeddedRedis) -> None:
-    if not server.is_running:
-        raise QueueUnavailable(
-            f"the embedded Redis server ended ({server.directory}/redis.log: {server.last_words()}); "
-            f"what it acknowledged is kept: mend the cause (space on the disk?) and use --resume"
-        )
+class _ServerGuard:
+    """Starts the embedded server again when it dies, on the same data and the same socket: its roles reconnect."""
+
+    def __init__(self, server: EmbeddedRedis, policy: RestartPolicy, events: _Events, display: Display) -> None:
+        self._server = server
+        self._history = FailureHistory(policy)
+        self._events = events
+        self._display = display
+        self._started_at = time.monotonic()
+        self._due_at: float | None = None
+
+    def keep_up(self) -> None:
+        """Raises: QueueUnavailable if it fails too often."""
+        if self._server.is_running:
+            return
+        now = time.monotonic()
+        if self._due_at is None:
+            self._due_at = now + self._after_failure(now)
+        if now < self._due_at:
+            return
+        self._due_at, self._started_at = None, now
+        try:
+            self._server.start()
+        except QueueUnavailable as error:  # seen again at the next call, as another failure
+            self._display.note(str(error))
+            return
+        self._events.write(Event.ROLE_RESTARTED, name=SERVER, count=self._history.count)
+
+    def _after_failure(self, now: float) -> float:
+        reason = self._server.last_words()
+        wait_s = self._history.fail(now, lived_s=now - self._started_at)
+        self._events.write(Event.ROLE_FAILED, name=SERVER, reason=f"it ended: {reason}", count=self._history.count)
+        if wait_s is None:
+            raise QueueUnavailable(
+                f"the embedded Redis server ended ({self._server.directory}/redis.log: {reason}), {self._history.count} times "
+                f"in all (launch.max_restarts); what it acknowledged is kept: mend the cause (is the disk full?), then --resume"
+            )
+        self._display.note(f"the embedded Redis server ended: starting it again on its data (restart {self._history.count})")
+        return wait_s
 
 
 def run_display(config: RunConfig, prepared: PreparedRun, *, console: Console | None = None) -> Display:
@@ -169,6 +236,7 @@ class _Events:
         self._writer = JsonLinesWriter(layout.events_jsonl)
         self._run_id = identity.run_id
 
-    def write(self, event: Event, **fields: str) -> None:
-        head = {"time_s": time.time(), "level": "info", "event": str(event), "run_id": self._run_id, "role": "supervisor"}
+    def write(self, event: Event, **fields: object) -> None:
+        level = "warning" if event in FAILURES else "info"
+        head = {"time_s": time.time(), "level": level, "event": str(event), "run_id": self._run_id, "role": "supervisor"}
         self._writer.write({**head, **fields})

@@ -30,6 +30,12 @@ class RoleSpec:
     """Added to the supervisor's own environment."""
     leads: bool = False
     """The run is over when every leading role has ended well (the trainer's ranks)."""
+    unit: str = ""
+    """Roles of one unit fail and start together (the trainer's ranks). Empty: a unit of its own."""
+    kind: str = ""
+    """The kind of worker that others of its kind can stand in for (rollout, reward). Empty: the run cannot go on without it."""
+    worker_id: str = ""
+    """Under which it holds a lease; empty if it holds none."""
 
 
 class RoleProcess:
@@ -67,6 +73,11 @@ class RoleProcess:
         except (ProcessLookupError, PermissionError):  # macOS answers EPERM for a group of zombies
             return
 
+    def how_it_ended(self) -> str:
+        """`exit code 3`, or `killed by SIGKILL`."""
+        code = self.exit_code() or 0
+        return f"exit code {code}" if code <= 128 else f"killed by {signal_name(code - 128)}"
+
     def wait(self, timeout_s: float) -> int | None:
         """Exit code, or None if it still runs after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
@@ -82,49 +93,12 @@ class RoleProcess:
             return output.read().decode(errors="replace").rstrip().splitlines()[-count:]
 
 
-class RoleSet:
-    """All roles of a run: started together, ended together."""
+def role_failed(role: RoleProcess, how: str | None = None) -> RoleFailed:
+    """The error that says which role failed and why: its own `error: …` if it ended with one, else its last lines.
 
-    def __init__(self, specs: Sequence[RoleSpec], logs_dir: Path) -> None:
-        self._specs = tuple(specs)
-        self._logs_dir = logs_dir
-        self.processes: list[RoleProcess] = []
-
-    def start(self) -> None:
-        """Start every role; on an error the caller ends those that run (`end`)."""
-        for spec in self._specs:
-            self.processes.append(RoleProcess(spec, self._logs_dir))
-
-    def failed(self) -> RoleProcess | None:
-        """A role that ended with an error, if there is one."""
-        return next((role for role in self.processes if role.exit_code() not in (None, 0)), None)
-
-    def all_ended(self) -> bool:
-        return all(role.exit_code() is not None for role in self.processes)
-
-    def leaders_ended(self) -> bool:
-        """Every leading role has ended well; the others are about to."""
-        leaders = [role for role in self.processes if role.spec.leads]
-        return bool(leaders) and all(role.exit_code() == 0 for role in leaders)
-
-    def terminate(self) -> None:
-        for role in self.processes:
-            if role.exit_code() is None:
-                role.signal_group(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """End what still runs, whatever it does with its signals."""
-        running = [role for role in self.processes if role.exit_code() is None]
-        for role in running:
-            role.signal_group(signal.SIGKILL)
-        for role in running:
-            role.wait(5.0)
-
-
-def role_failed(role: RoleProcess) -> RoleFailed:
-    """The error that says which role failed and why: its own `error: …` if it ended with one, else its last lines."""
-    code = role.exit_code() or 1
-    how = f"exit code {code}" if code <= 128 else f"killed by {signal_name(code - 128)}"
+    how: what happened, if not its end by itself.
+    """
+    how = how or role.how_it_ended()
     lines = role.last_lines()
     start = next((index for index in reversed(range(len(lines))) if lines[index].startswith(OWN_ERROR)), None)
     if start is not None and not lines[start].startswith(UNFORESEEN):
@@ -133,7 +107,7 @@ def role_failed(role: RoleProcess) -> RoleFailed:
     else:
         said = "\n".join(f"  {line}" for line in lines) if lines else "  (it printed nothing)"
         message = f"{role.spec.name} failed ({how}); the end of {role.output_path}:\n{said}"
-    return RoleFailed(message, role_exit_code=code)
+    return RoleFailed(message, role_exit_code=role.exit_code() or 1)
 
 
 def signal_name(signum: int) -> str:

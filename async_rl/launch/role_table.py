@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import sys
 from collections.abc import Mapping
@@ -12,11 +13,14 @@ from async_rl.launch.processes import RoleSpec
 from async_rl.run_dir.layout import RunLayout
 
 REDIS_URL_VARIABLE = environment_variable("redis.url")
+EXPENDABLE = ("rollout", "reward")
+"""Kinds of workers of which a run can lose some and go on."""
 
 
 def role_table(config: RunConfig, layout: RunLayout, *, redis_url: str, master_port: int) -> tuple[RoleSpec, ...]:
     """Coordinator, trainer ranks, rollout workers, and reward workers if the config has any.
 
+    Made anew for every start of a role: each start is another worker to the queue, and needs a rendezvous port of its own.
     redis_url goes by environment, password and all: neither config.toml nor the process list shows it.
     """
     env = {REDIS_URL_VARIABLE: redis_url}
@@ -24,7 +28,7 @@ def role_table(config: RunConfig, layout: RunLayout, *, redis_url: str, master_p
     world_size = config.trainer.world_size
     for rank in range(world_size):
         variables = _threads(config.trainer.num_threads) | _rank(rank, world_size, master_port) | env
-        specs.append(_role(layout, "trainer", rank, world_size, variables, leads=True))
+        specs.append(_role(layout, "trainer", rank, world_size, variables, leads=True, unit="trainer"))
     for index in range(config.rollout.workers):
         specs.append(_role(layout, "rollout", index, None, _threads(config.rollout.num_threads) | env))
     if config.reward.placement == "workers":
@@ -41,12 +45,23 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def _role(
-    layout: RunLayout, role: str, index: int, total: int | None, env: Mapping[str, str], *, leads: bool = False
+    layout: RunLayout,
+    role: str,
+    index: int,
+    total: int | None,
+    env: Mapping[str, str],
+    *,
+    leads: bool = False,
+    unit: str = "",
 ) -> RoleSpec:
-    """A role that exists once has no number in its name."""
+    """A role that exists once has no number in its name. Of a trainer's ranks, the first holds the lease."""
     name = role if total == 1 else f"{role}-{index}"
-    command = (sys.executable, "-m", f"workers.{role}", str(layout.config_toml), "--index", str(index))
-    return RoleSpec(name, command, env, leads=leads)
+    worker_id = f"{role}-{index}-{secrets.token_hex(3)}"
+    own = ("--index", str(index), "--worker-id", worker_id)
+    command = (sys.executable, "-m", f"workers.{role}", str(layout.config_toml), *own)
+    kind = role if role in EXPENDABLE else ""
+    has_lease = role != "trainer" or index == 0
+    return RoleSpec(name, command, env, leads=leads, unit=unit or name, kind=kind, worker_id=worker_id if has_lease else "")
 
 
 def _threads(count: int) -> dict[str, str]:

@@ -17,9 +17,13 @@ class RoleState:
     name: str
     pid: int
     exit_code: int | None  # None: running
+    restarts: int = 0
+    waiting: bool = False  # it failed, and will be started again
 
     @property
     def label(self) -> str:
+        if self.waiting:
+            return "restarting"
         if self.exit_code is None:
             return "running"
         return _ENDS.get(self.exit_code, f"failed ({self.exit_code})")

@@ -144,9 +144,11 @@ class RunView:
 def _roles(roles: Sequence[RoleState]) -> Text:
     text = Text()
     for role in roles:
-        color = {"running": "green", "done": "dim", "stopped": "dim"}.get(role.label, "red")
+        color = {"running": "green", "done": "dim", "stopped": "dim", "restarting": "yellow"}.get(role.label, "red")
         text.append("● ", style=color).append(f"{role.name} ")
-        if role.exit_code is not None:
+        if role.restarts:
+            text.append(f"×{role.restarts + 1} ", style="yellow")
+        if role.label != "running":
             text.append(f"{role.label} ", style=color)
         text.append(" ")
     return text
@@ -207,7 +209,9 @@ class PlainLines:
 
     def update(self, roles: Sequence[RoleState]) -> None:
         for role in roles:
-            if role.exit_code is not None and role.name not in self._ended:
+            if role.exit_code is None:
+                self._ended.discard(role.name)
+            elif not role.waiting and role.name not in self._ended:
                 self._ended.add(role.name)
                 self._print(f"{role.name}: {role.label}")
         if self._now() >= self._next:

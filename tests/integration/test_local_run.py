@@ -17,7 +17,7 @@ import pytest
 
 from async_rl import RunConfig, run
 from async_rl.config import load_config
-from async_rl.config.run import ModelConfig, RedisConfig
+from async_rl.config.run import LaunchConfig, ModelConfig, RedisConfig
 from async_rl.errors import ConfigError, DataError, QueueUnavailable, RoleFailed, RunDirError
 from async_rl.launch import local
 from async_rl.launch.prepare import changed_settings, prepare, without_password
@@ -38,7 +38,12 @@ def config(tmp_path: Path) -> RunConfig:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    return RunConfig(run_dir=tmp_path / "run", model=ModelConfig(path=model))
+    return RunConfig(run_dir=tmp_path / "run", model=ModelConfig(path=model), launch=LaunchConfig(max_restarts=0))
+
+
+def restarting(config: RunConfig, max_restarts: int) -> RunConfig:
+    launch = LaunchConfig(max_restarts=max_restarts, backoff_s=0.05, max_backoff_s=0.1)
+    return config.model_copy(update={"launch": launch})
 
 
 @pytest.fixture
@@ -53,6 +58,7 @@ def roles(monkeypatch: pytest.MonkeyPatch) -> Roles:
                     (sys.executable, "-c", script(master_port) if callable(script) else script),
                     {REDIS_URL_VARIABLE: redis_url},
                     leads=name == "trainer",
+                    kind=name if name == "rollout" else "",
                 )
                 for name, script in scripts.items()
             )
@@ -128,11 +134,11 @@ def test_the_first_failure_ends_the_run_with_its_reason_and_is_on_record(config:
     roles(trainer="import time; time.sleep(600)", rollout="import sys; sys.exit('error: model.path=/x does not exist')")
     with pytest.raises(RoleFailed, match=r"^rollout failed \(exit code 1, output in .*\): model.path=/x does not exist$"):
         run(config, console=False)
-    assert supervisor_events(config.run_dir) == ["run.started", "run.failed"]
+    assert supervisor_events(config.run_dir) == ["run.started", "role.failed", "role.given_up", "run.failed"]
     assert nothing_left(config.run_dir)
 
 
-def test_a_server_that_dies_ends_the_run(config: RunConfig, roles: Roles) -> None:
+def test_a_server_that_dies_and_may_not_be_restarted_ends_the_run(config: RunConfig, roles: Roles) -> None:
     roles(trainer="import time; time.sleep(600)")
     killer = threading.Thread(target=_kill_server, args=(config.run_dir,))
     killer.start()
@@ -171,17 +177,38 @@ def test_a_port_that_somebody_took_is_replaced(config: RunConfig, roles: Roles, 
             "if first: sys.exit('RuntimeError: EADDRINUSE, address already in use')"
         )
     )
-    assert run(config, console=False).end == "completed"
-    assert len(seen.read_text().split()) == 2
+    assert run(restarting(config, 1), console=False).end == "completed"
+    first, second = seen.read_text().split()
+    assert first != second
 
 
-def test_a_port_clash_is_not_retried_for_ever(config: RunConfig, roles: Roles, tmp_path: Path) -> None:
+def test_restarts_have_a_cap(config: RunConfig, roles: Roles, tmp_path: Path) -> None:
     seen = tmp_path / "starts"
-    clash = f"import sys; open({str(seen)!r}, 'a').write('x'); sys.exit('Address already in use')"
-    roles(trainer=clash)
-    with pytest.raises(RoleFailed):
-        run(config, console=False)
+    roles(trainer=f"import os; open({str(seen)!r}, 'a').write('x'); os.kill(os.getpid(), 9)")
+    with pytest.raises(
+        RoleFailed, match=r"^trainer failed 3 times \(launch.max_restarts\): trainer failed \(killed by SIGKILL\)"
+    ):
+        run(restarting(config, 2), console=False)
     assert seen.read_text() == "xxx"
+    again = ["role.failed", "role.restarted"]
+    assert supervisor_events(config.run_dir) == ["run.started", *again, *again, "role.failed", "run.failed"]
+    assert nothing_left(config.run_dir)
+
+
+def test_a_server_that_dies_is_started_again_with_what_it_had(config: RunConfig, roles: Roles) -> None:
+    roles(
+        trainer="import os, pathlib, redis, time\n"
+        "client = redis.Redis.from_url(os.environ['ASYNC_RL_REDIS__URL'])\n"
+        "client.set('k', 'kept')\n"
+        f"os.kill(int(pathlib.Path({str(config.run_dir)!r}, 'redis', 'redis.pid').read_text()), 9)\n"
+        "while True:\n"
+        "    try: print(client.get('k').decode()); break\n"
+        "    except (redis.ConnectionError, redis.BusyLoadingError): time.sleep(0.02)\n"
+    )
+    assert run(restarting(config, 1), console=False).end == "completed"
+    assert RunLayout(config.run_dir).logs_dir.joinpath("trainer.out").read_text() == "kept\n"
+    assert supervisor_events(config.run_dir) == ["run.started", "role.failed", "role.restarted", "run.ended"]
+    assert nothing_left(config.run_dir)
 
 
 def test_what_cannot_work_is_refused_before_anything_is_written(config: RunConfig) -> None:

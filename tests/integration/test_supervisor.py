@@ -8,8 +8,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -31,6 +32,10 @@ WITH_CHILD = (
 
 def role(name: str, code: str, *, leads: bool = False, **env: str) -> RoleSpec:
     return RoleSpec(name, (sys.executable, "-c", code), env, leads=leads)
+
+
+def supervisor_of(roles: Sequence[RoleSpec], logs_dir: Path, **settings: Any) -> Supervisor:
+    return Supervisor(lambda: roles, logs_dir, **settings)
 
 
 def after(path: Path, text: str = "up") -> str:
@@ -66,7 +71,7 @@ def wait_for(condition: Callable[[], bool], within_s: float = 10.0) -> bool:
 
 def test_the_run_is_over_when_the_trainer_ended_well_and_the_others_end_by_themselves(tmp_path: Path) -> None:
     follower = after(tmp_path / "trainer.out", "finished") + "print('saw the end')"
-    supervisor = Supervisor(
+    supervisor = supervisor_of(
         [role("rollout-0", follower), role("trainer", "print('finished', flush=True)", leads=True)], tmp_path, patience=PATIENT
     )
     assert supervisor.run(StopRequest()) is None
@@ -77,7 +82,7 @@ def test_the_run_is_over_when_the_trainer_ended_well_and_the_others_end_by_thems
 def test_a_role_that_does_not_end_after_the_trainer_is_told_to_then_killed(tmp_path: Path) -> None:
     leader = after(tmp_path / "rollout-0.out")
     started = time.monotonic()
-    supervisor = Supervisor([role("rollout-0", STUBBORN), role("trainer", leader, leads=True)], tmp_path, patience=QUICK)
+    supervisor = supervisor_of([role("rollout-0", STUBBORN), role("trainer", leader, leads=True)], tmp_path, patience=QUICK)
     assert supervisor.run(StopRequest()) is None
     assert time.monotonic() - started < 10
     assert nothing_left()
@@ -85,7 +90,7 @@ def test_a_role_that_does_not_end_after_the_trainer_is_told_to_then_killed(tmp_p
 
 def test_the_first_failure_stops_everybody_and_shows_the_failing_roles_last_lines(tmp_path: Path) -> None:
     failing = after(tmp_path / "trainer.out") + "print('the disk is full'); raise SystemExit(7)"
-    supervisor = Supervisor([role("trainer", FOREVER, leads=True), role("rollout-0", failing)], tmp_path, patience=PATIENT)
+    supervisor = supervisor_of([role("trainer", FOREVER, leads=True), role("rollout-0", failing)], tmp_path, patience=PATIENT)
     with pytest.raises(RoleFailed, match=r"rollout-0 failed \(exit code 7\)[\s\S]*the disk is full") as caught:
         supervisor.run(StopRequest())
     assert caught.value.exit_code == 7
@@ -94,7 +99,7 @@ def test_the_first_failure_stops_everybody_and_shows_the_failing_roles_last_line
 
 def test_only_what_this_start_printed_is_shown(tmp_path: Path) -> None:
     (tmp_path / "trainer.out").write_text("of an earlier start\n")
-    supervisor = Supervisor([role("trainer", "raise SystemExit('of this start')", leads=True)], tmp_path, patience=QUICK)
+    supervisor = supervisor_of([role("trainer", "raise SystemExit('of this start')", leads=True)], tmp_path, patience=QUICK)
     with pytest.raises(RoleFailed) as caught:
         supervisor.run(StopRequest())
     assert "of this start" in str(caught.value)
@@ -105,13 +110,13 @@ def test_only_what_this_start_printed_is_shown(tmp_path: Path) -> None:
 def test_a_killed_role_is_reported_with_its_signal(tmp_path: Path) -> None:
     suicide = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     with pytest.raises(RoleFailed, match=r"trainer failed \(killed by SIGKILL\)") as caught:
-        Supervisor([role("trainer", suicide, leads=True)], tmp_path, patience=QUICK).run(StopRequest())
+        supervisor_of([role("trainer", suicide, leads=True)], tmp_path, patience=QUICK).run(StopRequest())
     assert caught.value.exit_code == 1  # 137 would say that the supervisor itself was killed
 
 
 def test_a_command_that_does_not_exist_is_a_failed_role(tmp_path: Path) -> None:
     with pytest.raises(RoleFailed, match="cannot start /no/such/program"):
-        Supervisor([RoleSpec("trainer", ("/no/such/program",), leads=True)], tmp_path, patience=QUICK).run(StopRequest())
+        supervisor_of([RoleSpec("trainer", ("/no/such/program",), leads=True)], tmp_path, patience=QUICK).run(StopRequest())
 
 
 def test_a_signal_stops_all_roles_and_the_trainer_gets_time_to_write(tmp_path: Path) -> None:
@@ -125,7 +130,7 @@ def test_a_signal_stops_all_roles_and_the_trainer_gets_time_to_write(tmp_path: P
         target=lambda: wait_for(lambda: "up" in _read(tmp_path / "trainer.out")) and stop.receive(signal.SIGINT, None)
     )
     interrupter.start()
-    supervisor = Supervisor([role("trainer", writer, leads=True), role("rollout-0", FOREVER)], tmp_path, patience=PATIENT)
+    supervisor = supervisor_of([role("trainer", writer, leads=True), role("rollout-0", FOREVER)], tmp_path, patience=PATIENT)
     assert supervisor.run(stop) == signal.SIGINT
     interrupter.join()
     assert "checkpoint written" in _read(tmp_path / "trainer.out")
@@ -138,7 +143,7 @@ def test_a_role_that_ignores_sigterm_is_killed_when_patience_ends(tmp_path: Path
         target=lambda: wait_for(lambda: "up" in _read(tmp_path / "trainer.out")) and stop.receive(signal.SIGTERM, None)
     )
     interrupter.start()
-    assert Supervisor([role("trainer", STUBBORN, leads=True)], tmp_path, patience=QUICK).run(stop) == signal.SIGTERM
+    assert supervisor_of([role("trainer", STUBBORN, leads=True)], tmp_path, patience=QUICK).run(stop) == signal.SIGTERM
     interrupter.join()
     assert nothing_left()
 
@@ -155,7 +160,7 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
     interrupter = threading.Thread(target=interrupt_twice)
     interrupter.start()
     started = time.monotonic()
-    assert Supervisor([role("trainer", STUBBORN, leads=True)], tmp_path, patience=PATIENT).run(stop) == signal.SIGINT
+    assert supervisor_of([role("trainer", STUBBORN, leads=True)], tmp_path, patience=PATIENT).run(stop) == signal.SIGINT
     interrupter.join()
     assert time.monotonic() - started < 10  # PATIENT would wait 20 s
     assert nothing_left()
@@ -164,7 +169,7 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
 def test_what_a_role_started_ends_with_it(tmp_path: Path) -> None:
     crashing = WITH_CHILD + "raise SystemExit(3)"
     with pytest.raises(RoleFailed):
-        Supervisor([role("reward-0", crashing), role("trainer", FOREVER, leads=True)], tmp_path).run(StopRequest())
+        supervisor_of([role("reward-0", crashing), role("trainer", FOREVER, leads=True)], tmp_path).run(StopRequest())
     assert gone(int(_read(tmp_path / "reward-0.out").split()[0]))
     assert nothing_left()
 
@@ -175,7 +180,7 @@ def test_a_failed_check_stops_everybody(tmp_path: Path) -> None:
             raise QueueUnavailable("the embedded server ended")
 
     with pytest.raises(QueueUnavailable):
-        Supervisor([role("trainer", FOREVER, leads=True)], tmp_path, patience=QUICK, check=check).run(StopRequest())
+        supervisor_of([role("trainer", FOREVER, leads=True)], tmp_path, patience=QUICK, check=check).run(StopRequest())
     assert nothing_left()
 
 
@@ -187,14 +192,14 @@ def test_without_the_server_roles_get_little_time_to_end(tmp_path: Path) -> None
     patience = Patience(poll_s=0.02, stop_s=60.0, stop_lost_s=0.2)
     started = time.monotonic()
     with pytest.raises(QueueUnavailable, match="the server ended"):
-        Supervisor([role("trainer", STUBBORN, leads=True)], tmp_path, patience=patience, check=check).run(StopRequest())
+        supervisor_of([role("trainer", STUBBORN, leads=True)], tmp_path, patience=patience, check=check).run(StopRequest())
     assert time.monotonic() - started < 30
     assert nothing_left()
 
 
 def test_roles_get_their_environment_and_no_standard_input(tmp_path: Path) -> None:
     code = "import os, sys; print(os.environ['RANK'], repr(sys.stdin.read()))"
-    Supervisor([role("trainer", code, leads=True, RANK="3")], tmp_path, patience=QUICK).run(StopRequest())
+    supervisor_of([role("trainer", code, leads=True, RANK="3")], tmp_path, patience=QUICK).run(StopRequest())
     assert _read(tmp_path / "trainer.out").strip() == "3 ''"
 
 
@@ -206,7 +211,7 @@ def test_roles_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
         "from async_rl.launch.supervisor import StopRequest, Supervisor\n"
         f"code = {STUBBORN!r}.replace(\"'up'\", 'os.getpid()').replace('import ', 'import os, ', 1)\n"
         f"roles = [RoleSpec('trainer', (sys.executable, '-c', code), leads=True)]\n"
-        f"Supervisor(roles, Path({str(tmp_path)!r})).run(StopRequest())"
+        f"Supervisor(lambda: roles, Path({str(tmp_path)!r})).run(StopRequest())"
     )
     supervisor = subprocess.Popen([sys.executable, "-c", script])
     assert wait_for(lambda: _read(tmp_path / "trainer.out").endswith("\n"))
