@@ -14,7 +14,7 @@ class StalenessConfig(StrictModel):
 
     max_lag: int = Field(4, ge=0)
     """Oldest behavior policy accepted, in optimizer steps behind the trainer."""
-    stragglers: Literal["wait", "mask", "drop"] = "drop"
+    stragglers: Literal["wait", "mask", "drop"] = "mask"
     """Work that would outlive max_lag: the step waits for it (`wait`, nothing is discarded because of its age), or goes on, and
     what comes too late is dropped (`drop`) or loses its too-old tokens (`mask`). See docs/staleness.md."""
     wait_timeout_s: float = Field(300.0, gt=0)

@@ -115,7 +115,7 @@ class _Model:
         )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data(), max_lag=st.integers(0, 5), groups_per_step=st.integers(1, 4), push_every=st.integers(1, 3))
 def test_while_workers_live_nothing_outlives_max_lag_and_nothing_waits_for_ever(
     data: st.DataObject, max_lag: int, groups_per_step: int, push_every: int

@@ -10,9 +10,10 @@ from typing import cast
 import pytest
 
 from async_rl.environments.prompt_reward import PromptReward
-from async_rl.errors import DataError, EngineError
+from async_rl.errors import DataError, EngineError, NotServing
 from async_rl.launch.demo_model import demo_tokenizer
 from async_rl.registry.memory_registry import MemoryRegistry
+from async_rl.rollout.engine import Completion
 from async_rl.rollout.group import GroupRollout, RolloutLimits, Tokenizer
 from async_rl.rollout.loop import RolloutLoop, RolloutSettings
 from async_rl.run_dir.files import read_json_lines
@@ -22,7 +23,7 @@ from async_rl.testing.roles import until
 from protocol.codec import decode_group, encode
 from protocol.memory_streams import MemoryStreams
 from protocol.messages import FinishReason, SamplingParams
-from protocol.streams import IssuedTask, Stream
+from protocol.streams import IssuedTask, Started, Stream
 
 ONE, EOS = 4, 1
 
@@ -202,3 +203,29 @@ async def test_a_task_in_flight_is_not_started_again_by_the_look_for_lost_delive
     await scene.run_until(Stream.GROUPS, 6)
     assert scene.loop._usage.duplicates == 0
     assert scene.loop._usage.groups == 6
+
+
+async def test_a_task_is_noted_with_the_version_it_begins_under_before_anything_is_sampled() -> None:
+    scene = Scene(version=3)
+    seen: list[object] = []
+
+    class Watched(ScriptedEngine):
+        async def generate(self, prompt_ids: Sequence[int], sampling: Sequence[SamplingParams]) -> Sequence[Completion]:
+            seen.append(await scene.streams.in_flight())
+            if len(seen) == 1:
+                self._version = None
+                raise NotServing("withdrawn")
+            return await super().generate(prompt_ids, sampling)
+
+    engine = Watched(says_one, version=3)
+    scene.loop._engine = scene.loop._rollout._engine = engine
+    await scene.issue(task_payload(0))
+    running = asyncio.create_task(scene.loop.run())
+    await until(lambda: asyncio.sleep(0, bool(seen)))
+    await asyncio.sleep(0)
+    assert await scene.streams.in_flight() == {}  # it holds no step of the trainer until it is begun again
+    engine._version = 5
+    await until(lambda: scene.published(Stream.GROUPS, 1))
+    scene.loop.stop()
+    await running
+    assert seen == [{"test:0:0:0": Started("w", 3)}, {"test:0:0:0": Started("w", 5)}]
