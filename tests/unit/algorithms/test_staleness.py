@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 from collections import Counter
 from typing import Any
 
 import msgpack
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -66,7 +66,7 @@ def test_too_old_tokens_that_are_not_trained_anyway_mask_nothing() -> None:
 
 
 def invalid_trajectories() -> dict[str, tuple[Trajectory, InvalidReason]]:
-    replace = dataclasses.replace
+    replace = msgspec.structs.replace
     good = make_trajectory(versions=7)
     unversioned = replace(good, versions=(VersionSpan(3, 6, 7, 7),))
     overlapping = replace(good, versions=(VersionSpan(3, 6, 7, 7), VersionSpan(5, 7, 7, 7)))

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,7 +64,7 @@ def test_task_is_a_pure_function_of_the_cursor() -> None:
     assert forwards == backwards[::-1]
     stamped = source.task_at(3, issued_at_s=5.0)
     assert stamped is not None
-    assert replace(stamped, issued_at_s=0.0) == forwards[3]
+    assert msgspec.structs.replace(stamped, issued_at_s=0.0) == forwards[3]
 
 
 def test_task_carries_its_row_its_id_and_its_seed() -> None:

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from async_rl.config.rollout import EnvironmentConfig
 from async_rl.environments.base import Episode, RowSource, TurnText

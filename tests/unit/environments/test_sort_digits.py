@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from async_rl.environments.base import Environment, Episode, RowSource, TurnText
 from async_rl.environments.sort_digits import SortDigits

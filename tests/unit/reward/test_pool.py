@@ -8,11 +8,11 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from async_rl.config.rollout import EnvironmentConfig
 from async_rl.environments.base import Episode, TurnText

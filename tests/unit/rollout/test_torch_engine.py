@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -74,7 +75,7 @@ async def test_a_failure_while_decoding_reaches_everyone_who_waits(start: Start)
 async def test_waiting_for_a_version_is_bounded(start: Start) -> None:
     engine = await start(wait_timeout_s=0.05)
     await engine.serve(0)
-    running = asyncio.ensure_future(engine.generate(PROMPT, [replace(LONG, max_new_tokens=250)] * 64))
+    running = asyncio.ensure_future(engine.generate(PROMPT, [msgspec.structs.replace(LONG, max_new_tokens=250)] * 64))
     await asyncio.sleep(0)
     await engine.swap(*push_of(make_tiny_model(seed=1), 1))
     with pytest.raises(NotServing, match=r"0\.05 s for engine engine-0 .* version 1 was swapped in"):
@@ -190,7 +191,9 @@ async def test_requests_of_one_turn_of_the_loop_are_admitted_together(start: Sta
 
     engine = await start(load=load)
     await engine.serve(0)
-    await asyncio.gather(*[engine.generate(PROMPT, [replace(LONG, seed=seed, max_new_tokens=5)]) for seed in range(20)])
+    await asyncio.gather(
+        *[engine.generate(PROMPT, [msgspec.structs.replace(LONG, seed=seed, max_new_tokens=5)]) for seed in range(20)]
+    )
     assert [count for count in waiting_at_step if count] == [20]
 
 
