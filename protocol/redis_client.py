@@ -92,6 +92,11 @@ class RedisClient:
         tls: TlsFiles = TlsFiles(),
     ) -> None:
         self.shown_url = _QUERY.sub("?***", _USER.sub("//***@", url))
+        # Without the client's certificate that it asks for, a TLS 1.3 server just closes the connection.
+        lacks_certificate = url.startswith("rediss://") and tls.cert is None
+        self._hint = (
+            " (if it asks for a client's certificate, set redis.cert_file and redis.key_file)" if lacks_certificate else ""
+        )
         self.retry_s = retry_s
         self._timeout_s = timeout_s
         self._now = now
@@ -194,7 +199,7 @@ class RedisClient:
             return QueueUnavailable(f"redis at {self.shown_url} did not answer {name} within {self._timeout_s} s")
         if isinstance(error, RedisConnectionError | OSError):
             return QueueUnavailable(
-                f"redis at {self.shown_url} cannot be reached for {name}: {text}; start it, or correct redis.url"
+                f"redis at {self.shown_url} cannot be reached for {name}: {text}; start it, or correct redis.url{self._hint}"
             )
         if text.startswith("FENCED "):
             return EpochFenced(f"this trainer is fenced: epoch {text.split()[1]} has started; this process must stop")

@@ -16,6 +16,7 @@ import pytest
 from redis.exceptions import OutOfMemoryError
 
 from async_rl.launch.embedded_redis import EmbeddedRedis
+from async_rl.testing.proxy import Faults, FaultyProxy
 from protocol.errors import QueueFull, QueueRefused, QueueUnavailable
 from protocol.keys import trainer_consumer
 from protocol.redis_streams import RedisStreams
@@ -67,71 +68,79 @@ async def _publish_one(streams: RedisStreams, payload: bytes, worker: str = "w0"
     assert await streams.publish([Publication(Stream.TASKS, task.entry_id, Stream.GROUPS, payload)]) == [True]
 
 
-class Proxy:
-    """Passes bytes between clients and the server; on demand it drops the next reply, after the server has acted."""
-
-    def __init__(self, path: Path, target: Path) -> None:
-        self.path, self._target = path, target
-        self.drop_replies_of: bytes | None = None
-        self.dropped = 0
-
-    async def __aenter__(self) -> Proxy:
-        self._listener = await asyncio.start_unix_server(self._serve, str(self.path))
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._listener.close()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        up_reader, up_writer = await asyncio.open_unix_connection(str(self._target))
-        doomed = asyncio.Event()
-
-        async def pass_replies() -> None:
-            while reply := await up_reader.read(2**20):
-                if doomed.is_set():
-                    self.dropped += 1
-                    break
-                writer.write(reply)
-            writer.close()
-
-        replies = asyncio.create_task(pass_replies())
-        while request := await reader.read(2**20):
-            if self.drop_replies_of is not None and self.drop_replies_of in request:
-                self.drop_replies_of = None
-                doomed.set()
-            up_writer.write(request)
-        up_writer.close()
-        await replies
-
-
 # -- lost replies ----------------------------------------------------------------------------------------------------
 async def test_a_lost_reply_of_issue_or_publish_changes_nothing_twice(server: EmbeddedRedis) -> None:
-    async with Proxy(server.directory / "proxy.sock", server.socket_path) as proxy, _open(f"unix://{proxy.path}") as streams:
+    async with FaultyProxy(server.socket_path) as proxy, _open(f"redis://{proxy.address}") as streams:
         proxy.drop_replies_of = b"task-one"
         assert not await streams.issue(0, [IssuedTask("task-one", b"p")], next_cursor=1)  # the retry found it done
         counters = await streams.counters()
-        assert (counters.cursor, counters.issued, proxy.dropped) == (1, 1, 1)
+        assert (counters.cursor, counters.issued, proxy.counted.lost_replies) == (1, 1, 1)
 
         [task] = await streams.read(Stream.TASKS, "w0", count=1, block_s=0)
         proxy.drop_replies_of = b"group-one"
         assert await streams.publish([Publication(Stream.TASKS, task.entry_id, Stream.GROUPS, b"group-one", task.task_id)]) == [
             False
         ]
-        assert ((await streams.depths())[Stream.GROUPS].length, proxy.dropped) == (1, 2)
+        assert ((await streams.depths())[Stream.GROUPS].length, proxy.counted.lost_replies) == (1, 2)
 
         epoch = await streams.raise_epoch(0)
         [group] = await streams.read_groups(epoch, count=5, block_s=0)
         proxy.drop_replies_of = b"task-one"
         await streams.finish(epoch, [Finished(group.entry_id, "task-one")])
-        assert (await streams.outstanding(), proxy.dropped) == (frozenset(), 3)
+        assert (await streams.outstanding(), proxy.counted.lost_replies) == (frozenset(), 3)
 
 
 async def test_a_read_whose_reply_was_lost_is_found_among_the_own_pending(server: EmbeddedRedis) -> None:
-    async with Proxy(server.directory / "proxy.sock", server.socket_path) as proxy, _open(f"unix://{proxy.path}") as streams:
+    async with FaultyProxy(server.socket_path) as proxy, _open(f"redis://{proxy.address}") as streams:
         await _issue(streams, "a")
         proxy.drop_replies_of = b"XREADGROUP"
         assert list(await streams.read(Stream.TASKS, "w0", count=1, block_s=0)) == []
         assert [d.task_id for d in await streams.own_pending(Stream.TASKS, "w0")] == ["a"]
+
+
+async def test_every_operation_goes_through_a_network_that_loses_requests_and_replies(server: EmbeddedRedis) -> None:
+    """Two workers, a trainer that dedupes by id, every tenth chunk of bytes lost with its connection."""
+    faults = Faults(delay_s=0.002, lose_requests=0.05, lose_replies=0.05)
+    names = [f"t{number}" for number in range(150)]
+    async with (
+        FaultyProxy(server.socket_path, faults=faults, seed=1) as proxy,
+        _open(f"redis://{proxy.address}", retry_s=60.0) as streams,
+    ):
+        await streams.issue(0, [IssuedTask(name, b"task") for name in names], next_cursor=len(names))
+        assert (await streams.counters()).issued == len(names)
+        logged: set[str] = set()
+
+        async def work(worker: str) -> None:
+            while len(logged) < len(names):
+                await streams.heartbeat(worker, "rollout", ttl_s=60)
+                await streams.read(Stream.TASKS, worker, count=4, block_s=0)  # what it gave may be lost on its way
+                held = await streams.own_pending(Stream.TASKS, worker)
+                await streams.publish([Publication(Stream.TASKS, d.entry_id, Stream.GROUPS, b"g", d.task_id) for d in held])
+                await asyncio.sleep(0)
+
+        async def train() -> None:
+            epoch = await streams.raise_epoch(0)
+            while len(logged) < len(names):
+                await streams.read_groups(epoch, count=8, block_s=0.01)
+                groups = await streams.own_pending(Stream.GROUPS, trainer_consumer(epoch))
+                logged.update(str(group.task_id) for group in groups)
+                await streams.finish(epoch, [Finished(group.entry_id, str(group.task_id)) for group in groups])
+
+        async with asyncio.timeout(60):
+            await asyncio.gather(work("w0"), work("w1"), train())
+        depths = await streams.depths()
+        assert (await streams.outstanding(), sorted(logged)) == (frozenset(), sorted(names))
+        assert [depths[stream].length for stream in Stream] == [0, 0, 0, 0]
+        assert min(proxy.counted.lost_requests, proxy.counted.lost_replies) > 5  # the network did lose things
+
+
+async def test_cut_connections_are_made_again_in_the_middle_of_a_blocking_read(server: EmbeddedRedis) -> None:
+    async with FaultyProxy(server.socket_path) as proxy, _open(f"redis://{proxy.address}") as streams:
+        reading = asyncio.create_task(streams.read(Stream.TASKS, "w0", count=1, block_s=20))
+        await asyncio.sleep(0.1)
+        assert proxy.cut() >= 1
+        await _issue(streams, "a")
+        assert [d.task_id for d in await asyncio.wait_for(reading, 10)] == ["a"]
 
 
 # -- waiting ---------------------------------------------------------------------------------------------------------
@@ -299,6 +308,35 @@ async def test_after_a_restart_live_workers_have_time_to_renew_before_anything_i
         await careful.read(Stream.TASKS, "w0", count=1, block_s=0)
         assert list(await careful.claim(Stream.TASKS, "w1", count=1)) == []  # this server is younger than a lease
         assert len(await careless.claim(Stream.TASKS, "w1", count=1)) == 1
+
+
+async def test_a_server_away_for_longer_than_a_lease_costs_nobody_their_work(server: EmbeddedRedis) -> None:
+    """Stopped, not restarted: its uptime says nothing, and every lease has lapsed when it wakes."""
+    lease_s = 0.6
+    async with _open(server.url, lease_s=lease_s) as streams:
+        await _issue(streams, "a")
+        await streams.heartbeat("w0", "rollout", ttl_s=lease_s)
+        await streams.read(Stream.TASKS, "w0", count=1, block_s=0)
+        await streams.heartbeat("w1", "rollout", ttl_s=lease_s)
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGSTOP)
+        await asyncio.sleep(1.5 * lease_s)
+        os.kill(server.pid, signal.SIGCONT)
+        assert list(await streams.claim(Stream.TASKS, "w1", count=1)) == []  # w1 is the first to be back
+        await streams.heartbeat("w1", "rollout", ttl_s=lease_s)
+        assert list(await streams.claim(Stream.TASKS, "w1", count=1)) == []
+        await streams.heartbeat("w0", "rollout", ttl_s=lease_s)  # w0 renews within its chance
+
+        async def w1_gets_it() -> bool:
+            await streams.heartbeat("w1", "rollout", ttl_s=lease_s)
+            return bool(await streams.claim(Stream.TASKS, "w1", count=1))
+
+        deadline = time.monotonic() + lease_s + 0.3
+        while time.monotonic() < deadline:  # past the grace, w0 alive
+            await streams.heartbeat("w0", "rollout", ttl_s=lease_s)
+            assert not await w1_gets_it()
+            await asyncio.sleep(lease_s / 6)
+        assert await _until(w1_gets_it, within_s=10)  # w0 is silent from here on
 
 
 async def test_a_lease_runs_out_by_itself(server: EmbeddedRedis) -> None:
