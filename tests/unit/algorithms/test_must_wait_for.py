@@ -161,3 +161,23 @@ def test_without_waiting_the_same_model_outlives_max_lag() -> None:
     model.arrive(["00001"])
     assert model.train()
     assert model.lags == [0, 1]
+
+
+def test_it_looks_ahead_for_groups_that_share_their_last_step() -> None:
+    """Limit 2, a group per step. Two tasks of version 0 stay in their engine: versions 1 and 2 have one step each for them."""
+    model = _Model(max_lag=2, groups_per_step=1, steps=1, push_every=1)
+    model.issue()
+    model.start(3)
+    model.arrive(["00003"])
+    assert model.train()
+    model.issue()
+    model.start(1)
+    model.arrive(["00004"])
+    assert model.held() == ("00001", "00002")  # at version 2 there is one step for both
+    assert not model.train()
+    model.arrive(["00002"])
+    assert model.train()
+    assert not model.train()  # nothing has arrived that is not held: 00001 trains at version 2 or never
+    model.arrive(["00001"])
+    assert model.train()
+    assert model.lags == [0, 1, 2]
