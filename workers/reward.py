@@ -33,6 +33,7 @@ async def _score(arguments: RoleArguments) -> None:
         worker_id=arguments.worker_id,
         max_concurrent=config.reward.max_concurrent,
         lease_s=config.redis.lease_s,
+        drain_s=config.launch.drain_s,
         max_deliveries=config.redis.max_deliveries,
         reopen_wait_s=config.redis.retry_s,
         metrics_path=arguments.layout.worker_metrics_jsonl(f"reward-{arguments.index}"),

@@ -50,6 +50,7 @@ async def _serve(arguments: RoleArguments) -> None:
         worker_id=arguments.worker_id,
         max_groups_in_flight=config.rollout.max_groups_in_flight,
         lease_s=config.redis.lease_s,
+        drain_s=config.launch.drain_s,
         max_deliveries=config.redis.max_deliveries,
         reopen_wait_s=config.redis.retry_s,
         unscored=config.reward.placement == "workers",

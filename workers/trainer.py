@@ -59,9 +59,7 @@ async def _lead(arguments: RoleArguments, learner: Learner, ranks: Ranks) -> Tra
     streams = connect(arguments)
     await streams.open()
     registry = RedisRegistry(streams.client, arguments.run_id)
-    loop = TrainerLoop(
-        arguments.config, streams=streams, registry=registry, learner=learner, worker_id=arguments.worker_id
-    )
+    loop = TrainerLoop(arguments.config, streams=streams, registry=registry, learner=learner, worker_id=arguments.worker_id)
     try:
         return await run_until_stopped(loop.run(), loop.stop)
     finally:

@@ -24,6 +24,7 @@ from protocol.codec import encode
 from protocol.messages import PromptTask
 from protocol.run_end import RunEnd
 from protocol.streams import Counters, IssuedTask, RunState, Streams
+from protocol.whereabouts import whereabouts
 
 ROLE = "coordinator"
 ISSUE_BATCH = 64
@@ -198,7 +199,7 @@ class CoordinatorLoop:
     # -- beside it ---------------------------------------------------------------------------------------------------
     async def _heartbeat(self) -> None:
         while True:
-            await self._streams.heartbeat(self._settings.worker_id, ROLE, ttl_s=self._settings.lease_s)
+            await self._streams.heartbeat(self._settings.worker_id, ROLE, ttl_s=self._settings.lease_s, info=whereabouts())
             await asyncio.sleep(self._settings.lease_s / 4)
 
     async def _watch_server(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -37,6 +38,8 @@ class Leases(Protocol):
     @property
     def view(self) -> LeaseView: ...
 
+    def give_up(self, worker_id: str) -> None: ...
+
 
 class NoLeases:
     """Knows nothing, so nothing is judged by its lease."""
@@ -44,6 +47,9 @@ class NoLeases:
     @property
     def view(self) -> LeaseView:
         return LeaseView()
+
+    def give_up(self, worker_id: str) -> None:
+        del worker_id
 
 
 class LeaseWatch:
@@ -59,7 +65,9 @@ class LeaseWatch:
         self._now = now
         self._view = LeaseView()
         self._answered_at = float("-inf")
-        self._stopping = threading.Event()
+        self._gone: deque[str] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
         self._thread = threading.Thread(target=self._watch, name="lease-watch", daemon=True)
 
     @property
@@ -71,8 +79,14 @@ class LeaseWatch:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._stopping.set()
+        self._stopping = True
+        self._wake.set()
         self._thread.join(2 * ANSWER_S)
+
+    def give_up(self, worker_id: str) -> None:
+        """Let go of the lease of a worker whose process is known to be dead: its work moves now, not later."""
+        self._gone.append(worker_id)
+        self._wake.set()
 
     def _watch(self) -> None:
         asyncio.run(self._ask_repeatedly())
@@ -80,14 +94,18 @@ class LeaseWatch:
     async def _ask_repeatedly(self) -> None:
         streams = RedisStreams(self._url, self._run_id, timeout_s=ANSWER_S, retry_s=0.0)
         try:
-            while not self._stopping.is_set():
+            while not self._stopping:
                 await self._ask(streams)
-                await asyncio.to_thread(self._stopping.wait, self._every_s)
+                await asyncio.to_thread(self._wake.wait, self._every_s)
+                self._wake.clear()
         finally:
             await streams.close()
 
     async def _ask(self, streams: RedisStreams) -> None:
         try:
+            while self._gone:
+                await streams.leave(self._gone[0])
+                self._gone.popleft()
             workers = await streams.workers()
         except ProtocolError:
             self._view = LeaseView(None, self._view.seen, {})

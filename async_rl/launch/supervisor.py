@@ -231,6 +231,9 @@ class Supervisor:
         code, now = process.exit_code(), self._now()
         error = role_failed(process, reason)
         unit.kill()  # ranks that lost one of them wait for it in a collective
+        for dead in unit.processes:
+            if dead.spec.worker_id:
+                self._leases.give_up(dead.spec.worker_id)
         if code in HOPELESS:
             raise error
         wait_s = unit.history.fail(now, lived_s=now - unit.started_at)

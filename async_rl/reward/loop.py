@@ -21,6 +21,7 @@ from protocol.codec import decode_group, encode
 from protocol.messages import FinishReason, PromptTask, Reward, Trajectory, TrajectoryGroup
 from protocol.run_end import RunEnd
 from protocol.streams import Delivery, Publication, Stream, Streams
+from protocol.whereabouts import whereabouts
 
 ROLE = "reward"
 READ_BLOCK_S = 1.0
@@ -38,6 +39,7 @@ class RewardSettings:
     worker_id: str
     max_concurrent: int
     lease_s: float
+    drain_s: float  # from stop() to leaving
     max_deliveries: int
     reopen_wait_s: float
     metrics_path: Path | None = None
@@ -83,9 +85,23 @@ class RewardLoop:
             helpers = [background.create_task(self._heartbeat()), background.create_task(self._write_metrics())]
             async with asyncio.TaskGroup() as groups:
                 await self._take_groups(groups)
+                await self._drain()
             for helper in helpers:
                 helper.cancel()
         await self._streams.leave(self._settings.worker_id)
+
+    async def _drain(self) -> None:
+        """Finish and publish what is held; what takes longer than drain_s stays in the queue, for others to claim."""
+        held = set(self._held.values())
+        if not held:
+            return
+        if self._stopping.is_set():
+            self._log.info(Event.WORKER_DRAINING, groups=len(held), within_s=self._settings.drain_s)
+        _, late = await asyncio.wait(held, timeout=self._settings.drain_s if self._stopping.is_set() else None)
+        if late:
+            self._log.warning(Event.WORK_LEFT, groups=len(late), drain_s=self._settings.drain_s)
+        for task in late:
+            task.cancel()
 
     # -- taking ------------------------------------------------------------------------------------------------------
     async def _take_groups(self, groups: asyncio.TaskGroup) -> None:
@@ -199,7 +215,7 @@ class RewardLoop:
 
     # -- beside it ---------------------------------------------------------------------------------------------------
     async def _renew(self) -> None:
-        info = {"in_flight": str(len(self._held))}
+        info = {"in_flight": str(len(self._held)), **whereabouts()}
         await self._streams.heartbeat(self._settings.worker_id, ROLE, ttl_s=self._settings.lease_s, info=info)
 
     async def _heartbeat(self) -> None:

@@ -22,6 +22,7 @@ from protocol.codec import decode_task, encode
 from protocol.messages import PromptTask, TrajectoryGroup
 from protocol.run_end import RunEnd
 from protocol.streams import Delivery, Publication, Stream, Streams
+from protocol.whereabouts import whereabouts
 
 READ_BLOCK_S = 1.0
 METRICS_EVERY_S = 2.0
@@ -43,6 +44,7 @@ class RolloutSettings:
     worker_id: str
     max_groups_in_flight: int
     lease_s: float
+    drain_s: float  # from stop() to leaving
     max_deliveries: int
     reopen_wait_s: float
     unscored: bool  # publish to `unscored`, for reward workers
@@ -99,14 +101,29 @@ class RolloutLoop:
             ]
             async with asyncio.TaskGroup() as groups:
                 await self._take_tasks(groups)
-            await self._finished.join()
+                await self._drain()
             for helper in helpers:
                 helper.cancel()
         await self._registry.leave(self._engine.engine_id)
         await self._streams.leave(worker_id)
 
+    async def _drain(self) -> None:
+        """Finish and publish what is held; what takes longer than drain_s stays in the queue, for others to claim."""
+        held = set(self._in_flight)
+        if self._stopping.is_set():
+            self._log.info(Event.WORKER_DRAINING, groups=len(held), within_s=self._settings.drain_s)
+        try:
+            async with asyncio.timeout(self._settings.drain_s if self._stopping.is_set() else None):
+                if held:
+                    await asyncio.wait(held)
+                await self._finished.join()
+        except TimeoutError:
+            self._log.warning(Event.WORK_LEFT, groups=len(self._held), drain_s=self._settings.drain_s)
+            for task in held:
+                task.cancel()
+
     async def _take_tasks(self, groups: asyncio.TaskGroup) -> None:
-        last_claim = self._clock()
+        last_claim = float("-inf")
         while not self._stopping.is_set():
             if not await self._has_room():
                 continue
@@ -254,7 +271,8 @@ class RolloutLoop:
         """Renew the lease from the loop itself: a loop that hangs loses its work to others."""
         while True:
             version = self._engine.serving_version
-            info = {"in_flight": str(len(self._in_flight)), "serving_version": "" if version is None else str(version)}
+            served = "" if version is None else str(version)
+            info = {"in_flight": str(len(self._in_flight)), "serving_version": served, **whereabouts()}
             await self._streams.heartbeat(self._settings.worker_id, "rollout", ttl_s=self._settings.lease_s, info=info)
             await asyncio.sleep(self._settings.lease_s / 4)
 

@@ -65,6 +65,7 @@ class Scene:
             worker_id="w",
             max_groups_in_flight=2,
             lease_s=lease_s,
+            drain_s=60.0,
             max_deliveries=3,
             reopen_wait_s=0.0,
             unscored=unscored,
