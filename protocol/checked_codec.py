@@ -287,6 +287,10 @@ def check_trajectory(t: Trajectory) -> None:
             f"token_ids, loss_mask and behavior_logprobs must have one length; "
             f"they have {length}, {len(mask)} and {len(t.behavior_logprobs)}"
         )
+    one_turn = _single_range(t, length)
+    if one_turn is not None:
+        _check_mask(mask, [one_turn])
+        return
     sampled = _merged("turns", t.turns, length)
     covered = _merged("versions", t.versions, length)
     if sampled != covered:
@@ -294,6 +298,19 @@ def check_trajectory(t: Trajectory) -> None:
             "versions", f"cover tokens {_ranges(covered)}, but turns sampled {_ranges(sampled)}; they must be equal"
         )
     _check_mask(mask, sampled)
+
+
+def _single_range(t: Trajectory, length: int) -> tuple[int, int] | None:
+    """The usual case, quickly: one turn, covered by spans that follow each other. None: look closer."""
+    if len(t.turns) != 1 or not t.versions:
+        return None
+    turn = t.turns[0]
+    position = start = turn.start
+    for span in t.versions:
+        if span.start != position:
+            return None
+        position = span.end
+    return (start, position) if position == turn.end <= length else None
 
 
 def _check_mask(mask: UInt8Array, sampled: list[tuple[int, int]]) -> None:

@@ -36,6 +36,8 @@ from protocol.records import each, under
 
 __all__ = ["decode", "decode_group", "decode_task", "encode", "pack", "unpack"]
 
+_SMALL_BYTES = 2**15
+
 
 # -- public ------------------------------------------------------------------------------------------------------
 def encode(message: Message) -> bytes:
@@ -95,7 +97,9 @@ def _send_array(array: object) -> msgspec.msgpack.Ext:
     """Called for what msgspec does not know itself; `_check_arrays` has seen every array."""
     if not isinstance(array, np.ndarray):
         raise TypeError(f"{type(array).__name__} cannot be sent")
-    return msgspec.msgpack.Ext(array_code(array), np.ascontiguousarray(array).data.cast("B") if array.size else b"")
+    if array.nbytes <= _SMALL_BYTES:  # copying it costs less than making a view
+        return msgspec.msgpack.Ext(array_code(array), array.tobytes())
+    return msgspec.msgpack.Ext(array_code(array), np.ascontiguousarray(array).data.cast("B"))
 
 
 def _read_ext(code: int, body: memoryview) -> Any:

@@ -46,7 +46,7 @@ class EndReason(StrEnum):
     UNUSED = "unused"
 
 
-class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """How one completion is sampled. `seed` is unique per trajectory by construction (see `trajectory_seed`)."""
 
     temperature: float
@@ -57,7 +57,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top_k: int = 0  # 0: off
 
 
-class PromptTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PromptTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One prompt to be completed `group_size` times. Its id is deterministic, so issuing it again is a no-op."""
 
     run_id: str
@@ -76,7 +76,7 @@ class PromptTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     issued_at_s: float  # Unix time
 
 
-class Reward(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Reward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A score with its named components, or *invalid* with a reason. Infrastructure failures are invalid, never 0."""
 
     value: float | None
@@ -97,7 +97,7 @@ class Reward(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Reward(value=None, invalid_reason=reason, error_type=error_type)
 
 
-class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Tokens [start, end) that the policy sampled in one turn."""
 
     start: int
@@ -105,7 +105,7 @@ class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     finish_reason: FinishReason
 
 
-class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Where a trajectory's time went (seconds), and when it was sampled (Unix time)."""
 
     started_at_s: float
@@ -116,7 +116,7 @@ class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reward_s: float = 0.0
 
 
-class Trajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, eq=False):
+class Trajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False, eq=False):
     """The record of one rollout: every id, and for every sampled id its behavior logprob and version.
 
     token_ids int32 [T]: prompt, then sampled and observed tokens in order. loss_mask uint8 [T]: 1 where trained.
@@ -150,7 +150,7 @@ class Trajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, eq=Fal
         return oldest_version(self.versions)
 
 
-class TrajectoryGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, eq=False):
+class TrajectoryGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False, eq=False):
     """The `group_size` trajectories of one prompt. One stream entry."""
 
     task: PromptTask

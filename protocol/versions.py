@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 
-class VersionSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class VersionSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Half-open token range [start, end) sampled by `version`, over KV at least as new as `kv_version`."""
 
     start: int
