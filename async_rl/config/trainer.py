@@ -84,12 +84,18 @@ class TrainerConfig(StrictModel):
 
 
 class CheckpointConfig(StrictModel):
-    """When and how many checkpoints are kept."""
+    """When checkpoints are written, how many are kept, and what the intake log keeps beside them."""
 
     every_steps: int = Field(50, ge=1)
-    """Optimizer steps between checkpoints; one more is written at the end."""
+    """Optimizer steps between checkpoints; one more is written at the end. They are written beside training, one at a time."""
+    every_s: float | None = Field(None, gt=0)
+    """Seconds between checkpoints, whichever comes first; not set: by steps alone."""
     keep: int = Field(3, ge=1)
-    """Newest checkpoints kept."""
+    """Newest checkpoints kept. With 1, a damaged one leaves nothing to fall back to."""
+    keep_newer_than_s: float = Field(0.0, ge=0)
+    """Checkpoints younger than this are kept as well."""
+    log_segment_bytes: int = Field(256 * 2**20, ge=4096)
+    """Size at which the intake log starts a new file. Files wholly below the oldest kept checkpoint shrink to ids and ends."""
 
 
 class WeightsConfig(StrictModel):

@@ -6,8 +6,8 @@
         meta.json                    step, and what the caller wants back (log position, counters, …)
         complete.json                size and xxh3 of every other file; written last
 
-A checkpoint is written as step_N.tmp, fsynced, marked complete and then renamed. What lacks the marker, or does not match
-it, is not a checkpoint: `find_latest` passes over it and says why.
+A checkpoint is written as step_N.eE.tmp (E: the epoch that writes it), fsynced, marked complete and then renamed. What lacks
+the marker, or does not match it, is not a checkpoint: `find_latest` passes over it and says why.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import AdamW
 
-from async_rl.errors import CheckpointError
+from async_rl.errors import CheckpointError, EpochFenced
 from async_rl.run_dir.layout import fsync_directory
 from async_rl.trainer.policy import PolicyModel
 from protocol.messages import Json
@@ -70,6 +71,19 @@ class Found:
     skipped: tuple[Skipped, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointState:
+    """What a rank writes: tensors by flat name (`checkpoint_tensors`), where config and tokenizer lie, and with whom.
+
+    group: ranks that write together, None for a process that writes alone.
+    """
+
+    tensors: Mapping[str, Tensor]
+    model_source: Path | None
+    rank: int
+    group: dist.ProcessGroup | None
+
+
 def save_checkpoint(
     directory: Path, policy: PolicyModel, optimizer: AdamW, *, step: int, meta: Mapping[str, Json] | None = None
 ) -> Path:
@@ -78,23 +92,39 @@ def save_checkpoint(
     A complete checkpoint of the same step is replaced. On failure nothing of it is left, and older ones are untouched.
     Raises: CheckpointError, on every rank, naming path and bytes, if it cannot be written.
     """
+    state = CheckpointState(checkpoint_tensors(policy, optimizer), policy.source, policy.rank, policy.group)
+    return write_checkpoint(directory, state, step=step, meta=meta or {})
+
+
+def write_checkpoint(
+    directory: Path,
+    state: CheckpointState,
+    *,
+    step: int,
+    meta: Mapping[str, Json],
+    epoch: int = 0,
+    is_fenced: Callable[[], bool] = lambda: False,
+) -> Path:
+    """As save_checkpoint, of a state that nobody changes meanwhile. Each epoch writes into a directory of its own.
+
+    Raises: CheckpointError, on every rank; EpochFenced on rank 0 if `is_fenced` once it is written: it never gets its name.
+    """
     final = directory / f"step_{step:08d}"
-    temporary = final.with_suffix(".tmp")
-    state = _state(policy, optimizer, with_random=True)
-    first = policy.rank == 0
-    error = _prepare(temporary, state) if first else None
-    _agree(policy, error, temporary, "cannot be written")
+    temporary = directory / f"{final.name}.e{epoch:06d}.tmp"
+    first, tensors = state.rank == 0, dict(state.tensors)
+    error: OSError | EpochFenced | None = _prepare(temporary, tensors) if first else None
+    _agree(state, error, temporary, "cannot be written")
     try:
         writer = FileSystemWriter(temporary, sync_files=True, overwrite=True)
-        with _alone_is_fine():
-            dcp_save(state, storage_writer=writer, process_group=policy.group, no_dist=policy.group is None)
+        with _alone_is_fine(state.group):
+            dcp_save(tensors, storage_writer=writer, process_group=state.group, no_dist=state.group is None)
     except (OSError, RuntimeError, CheckpointException) as failure:
         # DCP reports one rank's failure to all of them, so every rank comes here.
         if first:
             shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(_failed(temporary, _num_bytes(state), failure)) from failure
-    error = _finish(temporary, final, policy, step, meta or {}) if first else None
-    _agree(policy, error, temporary, "cannot be completed")
+        raise CheckpointError(_failed(temporary, _num_bytes(tensors), failure)) from failure
+    error = _finish(temporary, final, state, step, meta, is_fenced) if first else None
+    _agree(state, error, temporary, "cannot be completed")
     return final
 
 
@@ -107,7 +137,7 @@ def load_checkpoint(checkpoint: Checkpoint, policy: PolicyModel, optimizer: Adam
     reader = FileSystemReader(checkpoint.path)
     try:
         saved = reader.read_metadata().state_dict_metadata
-        state = _state(policy, optimizer, with_random=False)
+        state = checkpoint_tensors(policy, optimizer, with_random=False)
         _refuse_other_model(checkpoint.path, state, saved)
         rng_key = f"rng.{policy.rank}" if f"rng.{policy.rank}" in saved else "rng.0"
         state[rng_key] = torch.get_rng_state()
@@ -156,16 +186,21 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path=path, step=meta["step"], meta=meta["meta"])
 
 
-def prune_checkpoints(directory: Path, *, keep: int) -> list[Path]:
-    """Remove completed checkpoints but the newest `keep`, and leftovers older than the newest. One rank calls it.
+def completed(directory: Path) -> list[Path]:
+    """Directories of checkpoints that were completed, the newest first. Not verified."""
+    return sorted((path.parent for path in directory.glob(f"step_*/{COMPLETE}") if path.parent.suffix != ".tmp"), reverse=True)
+
+
+def prune_checkpoints(directory: Path, *, keep: int, newer_than_s: float = 0.0, now_s: float | None = None) -> list[Path]:
+    """Remove completed checkpoints but the newest `keep` and those younger than newer_than_s, and leftovers older than the
+    newest. One rank calls it.
 
     Returns: what was removed.
     """
-    marked = sorted(
-        (path.parent for path in directory.glob(f"step_*/{COMPLETE}") if path.parent.suffix != ".tmp"), reverse=True
-    )
-    leftovers = [path for path in directory.glob("step_*.tmp") if marked and path.stem < marked[0].name]
-    removed = [*marked[keep:], *leftovers]
+    now_s = time.time() if now_s is None else now_s
+    marked = completed(directory)
+    leftovers = [path for path in directory.glob("step_*.tmp") if marked and path.name.partition(".")[0] <= marked[0].name]
+    removed = [path for path in marked[keep:] if now_s - (path / COMPLETE).stat().st_mtime > newer_than_s] + leftovers
     for path in removed:
         (path / COMPLETE).unlink(missing_ok=True)  # first: a half-removed checkpoint must not look complete
         shutil.rmtree(path, ignore_errors=True)
@@ -187,14 +222,17 @@ def model_state(path: Path) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _alone_is_fine() -> Iterator[None]:
-    """DCP warns that a single process saves alone; that is what a single process is for."""
+def _alone_is_fine(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """DCP warns that a single process saves alone; that is what a single process is for. With a group it does not."""
+    if group is not None:  # catching warnings is not for threads
+        yield
+        return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
 
 
-def _state(policy: PolicyModel, optimizer: AdamW, *, with_random: bool) -> dict[str, Tensor]:
+def checkpoint_tensors(policy: PolicyModel, optimizer: AdamW, *, with_random: bool = True) -> dict[str, Tensor]:
     """Every live tensor under a flat name: `model.<name>`, `optimizer.<name>.<moment>`, `rng.<rank>`."""
     state: dict[str, Tensor] = {}
     for name, parameter in policy.hf.named_parameters():
@@ -241,11 +279,18 @@ def _prepare(temporary: Path, state: Mapping[str, Tensor]) -> OSError | None:
     return None
 
 
-def _finish(temporary: Path, final: Path, policy: PolicyModel, step: int, meta: Mapping[str, Json]) -> OSError | None:
+def _finish(
+    temporary: Path,
+    final: Path,
+    state: CheckpointState,
+    step: int,
+    meta: Mapping[str, Json],
+    is_fenced: Callable[[], bool],
+) -> OSError | EpochFenced | None:
     """Add meta and model files, make everything durable, mark it complete, rename it into place."""
     try:
-        if policy.source is not None:
-            _copy_model_files(policy.source, temporary / MODEL_FILES)
+        if state.model_source is not None:
+            _copy_model_files(state.model_source, temporary / MODEL_FILES)
         _write(temporary / META, {"step": step, "meta": meta})
         files = sorted(path for path in temporary.rglob("*") if path.is_file())
         marker = {str(path.relative_to(temporary)): {"bytes": path.stat().st_size, "xxh3": _hash(path)} for path in files}
@@ -253,6 +298,9 @@ def _finish(temporary: Path, final: Path, policy: PolicyModel, step: int, meta: 
             fsync_directory(path)  # opens read-only and fsyncs: right for files too
         _write(temporary / COMPLETE, {"format": FORMAT, "files": marker})
         fsync_directory(temporary)
+        if is_fenced():
+            shutil.rmtree(temporary, ignore_errors=True)
+            return EpochFenced(f"checkpoint {final} is not ours to write any more: a newer trainer has started; this one stops")
         if final.exists():
             (final / COMPLETE).unlink(missing_ok=True)
             shutil.rmtree(final)
@@ -296,13 +344,15 @@ def _num_bytes(state: Mapping[str, Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
 
 
-def _agree(policy: PolicyModel, error: OSError | None, path: Path, what: str) -> None:
+def _agree(state: CheckpointState, error: OSError | EpochFenced | None, path: Path, what: str) -> None:
     """Wait for rank 0 and fail on every rank if it failed."""
-    if policy.group is not None:
-        failed = torch.tensor([0 if error is None else 1], device=policy.device)
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=policy.group)
+    if state.group is not None:
+        failed = torch.tensor([0 if error is None else 1])
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=state.group)
         if error is None and int(failed):
             raise CheckpointError(f"checkpoint {path} {what}; rank 0 says why")
+    if isinstance(error, EpochFenced):
+        raise error
     if error is not None:
         raise CheckpointError(f"checkpoint {path} {what}: {_reason(error)}; free space or name another run_dir") from error
 

@@ -7,13 +7,13 @@ anything is trained. A restart reads the same decisions back, so it trains the s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from async_rl.algorithms.staleness import GroupVerdict, Stragglers, TooOld, judge, must_wait_for, oldest_version
 from async_rl.errors import CodecError, EpochFenced
 from async_rl.logs import Event, get_logger
-from async_rl.run_dir.intake_log import IntakeLog, Position, task_ends
+from async_rl.run_dir.intake_log import Compaction, IntakeLog, Position, task_ends
 from async_rl.run_dir.records import DeadRecord, EndRecord, GroupRecord, GroupUse, Record, SkipRecord, StepRecord
 from protocol.codec import decode_group
 from protocol.messages import EndReason, TrajectoryGroup
@@ -126,6 +126,7 @@ class Intake:
         """Log what was issued and not used. Returns the ids."""
         ended = task_ends(self._log.index)
         unused = tuple(sorted({*outstanding, *self._pending} - ended.keys()))
+        issued = max(issued, len(ended) + len(unused))  # an emptied server may have forgotten some
         await self._write([EndRecord(unused, issued)])
         self._pending.clear()
         return unused
@@ -172,9 +173,10 @@ class Intake:
         size = self._settings.groups_per_step
         batch = self.num_steps
         chunks = [drawn[start : start + size] for start in range(0, len(drawn), size)]
-        first = await self._record(chunks[0], version, batch=batch, trains=True, last=len(chunks) == 1)
-        rest = [self._preview(chunk, version + 1 + later) for later, chunk in enumerate(chunks[1:])]
-        return [first, *rest]
+        planned = tuple(map(tuple, chunks[1:]))
+        pending = {task_id: self._pending[task_id].group for task_id in drawn}
+        first = await self._record(chunks[0], version, batch=batch, trains=True, last=not planned, planned=planned)
+        return [first, *planned_steps(first.record, pending.__getitem__, self._settings)]
 
     async def compose_next(self, planned: ComposedStep, version: int, *, batch: int, last: bool) -> ComposedStep:
         """Record a later step of a drawn batch, judged anew at the version that it starts from."""
@@ -184,9 +186,14 @@ class Intake:
 
     def recorded(self, record: StepRecord) -> ComposedStep:
         """A step that the log already has, with its groups read back: what a replay trains."""
-        groups = tuple(decode_group(self._log.read_group(use.task_id)) for use in record.groups)
-        verdicts = tuple(GroupVerdict.from_record(use.verdict) for use in record.groups)
-        return ComposedStep(record, groups, verdicts)
+        return recorded_step(record, self._read_group)
+
+    def planned(self, first: StepRecord) -> list[ComposedStep]:
+        """The later steps of the batch that `first` began, as they were drawn."""
+        return planned_steps(first, self._read_group, self._settings)
+
+    def _read_group(self, task_id: str) -> TrajectoryGroup:
+        return decode_group(self._log.read_group(task_id))
 
     def recorded_steps(self, start: int) -> Sequence[StepRecord]:
         """Step records from index `start`. Raises: IntakeLogError if they are compacted away."""
@@ -199,6 +206,27 @@ class Intake:
     def position(self) -> Position:
         return self._log.position
 
+    # -- after a checkpoint ------------------------------------------------------------------------------------------
+    async def settle(self, below: int) -> None:
+        """A complete checkpoint has the effect of the step records below `below`: keep their ends only."""
+        async with self._writing:
+            self._log.settle(below)
+
+    def compact(self, below: int) -> Compaction | None:
+        """Shrink the log below what the oldest kept checkpoint needs; see IntakeLog.compact. Blocks: call it in a thread."""
+        return self._log.compact(below)
+
+    def is_superseded(self) -> bool:
+        """Whether a newer trainer has begun."""
+        return self._log.is_superseded()
+
+    def require_current(self) -> None:
+        """Raises: EpochFenced if a newer trainer has begun: nothing that follows may be written anywhere."""
+        if self._log.is_superseded():
+            raise EpochFenced(
+                f"epoch {self._log.epoch} is over: a newer trainer writes to {self._log.directory}; this one stops"
+            )
+
     # -- details -----------------------------------------------------------------------------------------------------
     def _load_pending(self) -> None:
         """Groups that the log has and no record ends."""
@@ -206,7 +234,7 @@ class Intake:
         ended = task_ends(index)
         for task_id in index.groups:
             if task_id not in ended:
-                self._pending[task_id] = _Pending(decode_group(self._log.read_group(task_id)))
+                self._pending[task_id] = _Pending(self._read_group(task_id))
 
     def _trainable(self, version: int) -> list[str]:
         return [task_id for task_id in self._pending if self._verdict(task_id, version).trains]
@@ -221,20 +249,23 @@ class Intake:
             pending.version = version
         return pending.verdict
 
-    def _preview(self, ids: Sequence[str], version: int) -> ComposedStep:
-        """A later step of the batch as it would be composed now; its record is written when its turn comes."""
-        groups = tuple(self._pending[task_id].group for task_id in ids)
-        verdicts = tuple(self._verdict(task_id, version) for task_id in ids)
-        return ComposedStep(StepRecord(-1, version, -1, True, (), 0), groups, verdicts)
-
-    async def _record(self, ids: Sequence[str], version: int, *, batch: int, trains: bool, last: bool) -> ComposedStep:
+    async def _record(
+        self,
+        ids: Sequence[str],
+        version: int,
+        *,
+        batch: int,
+        trains: bool,
+        last: bool,
+        planned: tuple[tuple[str, ...], ...] = (),
+    ) -> ComposedStep:
         step = self.num_steps
         groups = tuple(self._pending[task_id].group for task_id in ids)
         verdicts = tuple(self._verdict(task_id, version) for task_id in ids)
         uses = tuple(
             GroupUse(task_id, verdict.end, verdict.to_record()) for task_id, verdict in zip(ids, verdicts, strict=True)
         )
-        record = StepRecord(step, version, batch, trains, uses, self._settings.seed ^ step, last)
+        record = StepRecord(step, version, batch, trains, uses, self._settings.seed ^ step, last, planned)
         await self._write([record])
         for use, verdict in zip(uses, verdicts, strict=True):
             del self._pending[use.task_id]
@@ -253,11 +284,34 @@ class Intake:
         """Append and make durable; one writer at a time. Raises: EpochFenced if a newer trainer may have sealed us before."""
         async with self._writing:
             await asyncio.to_thread(self._append_and_sync, records)
-        if self._log.is_superseded():
-            raise EpochFenced(
-                f"epoch {self._log.epoch} is over: a newer trainer writes to {self._log.directory}; this one stops"
-            )
+        self.require_current()  # else a newer trainer may have sealed us before
 
     def _append_and_sync(self, records: Sequence[Record]) -> None:
         self._log.append(records)
         self._log.sync()
+
+
+def recorded_step(record: StepRecord, read_group: Callable[[str], TrajectoryGroup]) -> ComposedStep:
+    """A step as its record says, with its groups."""
+    groups = tuple(read_group(use.task_id) for use in record.groups)
+    verdicts = tuple(GroupVerdict.from_record(use.verdict) for use in record.groups)
+    return ComposedStep(record, groups, verdicts)
+
+
+def planned_steps(
+    first: StepRecord, read_group: Callable[[str], TrajectoryGroup], settings: BatchSettings
+) -> list[ComposedStep]:
+    """The later steps of a batch as they looked when it was drawn: a function of its first record and the groups.
+
+    The proximal policy is computed over them, then and at every replay alike. Their own records follow when their turn comes,
+    and are judged anew.
+    """
+    steps: list[ComposedStep] = []
+    for later, ids in enumerate(first.planned):
+        version = first.version + 1 + later
+        groups = tuple(read_group(task_id) for task_id in ids)
+        verdicts = tuple(
+            judge(group, current_version=version, max_lag=settings.max_lag, stragglers=settings.too_old) for group in groups
+        )
+        steps.append(ComposedStep(StepRecord(-1, version, first.batch, True, (), 0), groups, verdicts))
+    return steps

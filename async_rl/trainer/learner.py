@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,10 @@ from async_rl.algorithms.losses import LOSSES, ClipRange, LossSettings
 from async_rl.config.run import RunConfig
 from async_rl.errors import AsyncRLError
 from async_rl.logs import Event, get_logger
-from async_rl.run_dir.intake_log import Position
+from async_rl.run_dir.intake_log import Position, newest_epoch
 from async_rl.run_dir.layout import RunLayout
-from async_rl.trainer.checkpoint import find_latest, load_checkpoint, open_checkpoint, prune_checkpoints, save_checkpoint
+from async_rl.trainer.checkpoint import Checkpoint, find_latest, load_checkpoint, open_checkpoint
+from async_rl.trainer.checkpoint_writer import CheckpointWriter, WriteRequest
 from async_rl.trainer.distributed import Ranks
 from async_rl.trainer.intake import ComposedStep
 from async_rl.trainer.packing import MicroBatch, balance, unpack
@@ -41,12 +44,38 @@ IDLE_EVERY_S = 10.0
 
 @dataclass(slots=True)
 class Progress:
-    """How far training is: policy version, step records gone through, groups trained, and where the last checkpoint was."""
+    """How far training is: policy version, step records gone through, groups trained.
+
+    checkpoint_version: version of the newest complete checkpoint; None before the first. cursor, issued: what was issued when
+    it was written, for a server that lost it. first_cursor: where the run began (a fork does not begin at 0).
+    """
 
     version: int = 0
     records_applied: int = 0
     groups_trained: int = 0
-    checkpoint_version: int = 0
+    checkpoint_version: int | None = None
+    cursor: int = 0
+    issued: int = 0
+    first_cursor: int = 0
+
+    def to_meta(self) -> dict[str, int]:
+        """What a checkpoint stores of it."""
+        fields = ("version", "records_applied", "groups_trained", "cursor", "issued", "first_cursor")
+        return {name: getattr(self, name) for name in fields}
+
+    @staticmethod
+    def from_checkpoint(checkpoint: Checkpoint) -> Progress:
+        """Inverse of `to_meta`."""
+        meta = checkpoint.meta
+        return Progress(
+            version=meta["version"],
+            records_applied=meta["records_applied"],
+            groups_trained=meta["groups_trained"],
+            checkpoint_version=meta["version"],
+            cursor=meta["cursor"],
+            issued=meta["issued"],
+            first_cursor=meta["first_cursor"],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +112,9 @@ class Learner:
             with_entropy=True,
         )
         self._pool = SendBufferPool(config.weights.wire_dtype, config.weights.bucket_bytes)
+        self._writer = CheckpointWriter(
+            self._layout.checkpoints_dir, policy, self._optimizer, timeout_s=config.trainer.idle_timeout_s
+        )
         self._steps_done = 0
         self._proximal: dict[tuple[str, int], Tensor] = {}
         self._last_command = time.monotonic()
@@ -104,9 +136,12 @@ class Learner:
             get_logger().warning(Event.CHECKPOINT_IGNORED, path=str(skipped.path), reason=skipped.reason)
         if found.latest is None:
             return Progress()
-        self._call("load", {"path": str(found.latest.path)})
-        meta = found.latest.meta
-        return Progress(meta["version"], meta["records_applied"], meta["groups_trained"], meta["version"])
+        return self.load(found.latest)
+
+    def load(self, checkpoint: Checkpoint) -> Progress:
+        """Load one checkpoint, on every rank."""
+        self._call("load", {"path": str(checkpoint.path)})
+        return Progress.from_checkpoint(checkpoint)
 
     def begin_batch(self, batch: Sequence[ComposedStep]) -> None:
         """Fix the proximal policy of a drawn batch: the policy as it is now. The first step's own logprobs are those."""
@@ -140,20 +175,18 @@ class Learner:
         vocabulary = int(self._policy.hf.config.vocab_size)
         return [generator.integers(0, vocabulary, size=16).tolist() for _ in range(count)]
 
-    def save(self, progress: Progress, position: Position, *, cursor: int, issued: int) -> Path:
-        """Write a checkpoint of everything that `restore` needs, and prune old ones."""
-        meta = {
-            "version": progress.version,
-            "records_applied": progress.records_applied,
-            "groups_trained": progress.groups_trained,
-            "log_segment": position.segment,
-            "log_offset": position.offset,
-            "cursor": cursor,
-            "issued": issued,
-        }
-        path = Path(self._call("save", {"version": progress.version, "meta": meta}))
-        prune_checkpoints(self._layout.checkpoints_dir, keep=self._config.checkpoint.keep)
-        return path
+    def save(self, progress: Progress, position: Position, *, epoch: int) -> Future[Path]:
+        """Copy everything that `restore` needs; it is written beside the steps that follow. One at a time.
+
+        The future raises CheckpointError, or EpochFenced if a newer trainer has started meanwhile.
+        """
+        meta = {**progress.to_meta(), "log_segment": position.segment, "log_offset": position.offset}
+        done: Future[Path] = self._call("save", {"version": progress.version, "meta": meta, "epoch": epoch})
+        return done
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """A copy of every tensor of the policy, whole. For one rank alone."""
+        return {name: tensor.clone() for name, tensor in self._policy.named_full_tensors()}
 
     def idle(self) -> None:
         """Keep the other ranks' collectives from timing out while rank 0 waits for groups."""
@@ -161,7 +194,7 @@ class Learner:
             self._call("idle", {})
 
     def stop(self) -> None:
-        """Let the other ranks go."""
+        """Let the other ranks go; they finish the checkpoint that is on its way."""
         if self._ranks.world_size > 1:
             self._broadcast("stop", {})
 
@@ -171,6 +204,7 @@ class Learner:
         while True:
             name, payload = self._receive()
             if name == "stop":
+                self._writer.wait()
                 return
             self._commands[name](payload)
 
@@ -233,11 +267,12 @@ class Learner:
             pass
         return None
 
-    def _do_save(self, payload: Mapping[str, Any]) -> str:
-        path = save_checkpoint(
-            self._layout.checkpoints_dir, self._policy, self._optimizer, step=payload["version"], meta=payload["meta"]
-        )
-        return str(path)
+    def _do_save(self, payload: Mapping[str, Any]) -> Future[Path]:
+        epoch = payload["epoch"]
+        return self._writer.start(WriteRequest(payload["version"], payload["meta"], epoch, partial(self._is_fenced, epoch)))
+
+    def _is_fenced(self, epoch: int) -> bool:
+        return newest_epoch(self._layout.intake_dir) > epoch
 
     def _do_load(self, payload: Mapping[str, Any]) -> None:
         checkpoint = open_checkpoint(Path(payload["path"]))

@@ -21,6 +21,7 @@ from async_rl.registry.versions import VersionRegistry
 from async_rl.run_dir.files import JsonLinesWriter, read_json_lines
 from async_rl.run_dir.intake_log import IntakeLog, newest_epoch
 from async_rl.run_dir.layout import RunLayout
+from async_rl.trainer.checkpoints import Checkpoints
 from async_rl.trainer.intake import BatchSettings, ComposedStep, Intake
 from async_rl.trainer.learner import Learner, Progress, StepResult
 from async_rl.trainer.step_metrics import group_metrics
@@ -28,6 +29,7 @@ from async_rl.trainer.stragglers import StragglerWait
 from async_rl.weights.publisher import Publisher, PushRequest, PushStats
 from protocol.keys import trainer_consumer
 from protocol.streams import Delivery, RunState, Stream, Streams
+from protocol.whereabouts import whereabouts
 
 READ_COUNT = 64
 READ_BLOCK_S = 1.0
@@ -52,6 +54,7 @@ class _Clock:
     started: float = 0.0
     waiting: float = 0.0
     blocked_by_push: float = 0.0
+    blocked_by_checkpoints: float = 0.0
     before: float = 0.0  # seconds of earlier incarnations
 
     def start(self) -> None:
@@ -79,6 +82,23 @@ class _Pushes:
     def take(self) -> list[dict[str, Any]]:
         taken, self.finished = self.finished, []
         return [stats.to_record() for stats in taken]
+
+
+@dataclass(slots=True)
+class _Batch:
+    """A drawn batch: its first step, the later ones as they were drawn, and how many of them are done."""
+
+    first: ComposedStep
+    planned: Sequence[ComposedStep]
+    done: int = 0
+
+    @property
+    def number(self) -> int:
+        return self.first.record.batch
+
+    @property
+    def steps(self) -> list[ComposedStep]:
+        return [self.first, *self.planned]
 
 
 class TrainerLoop:
@@ -125,7 +145,8 @@ class TrainerLoop:
         await self._streams.open()
         progress = await asyncio.to_thread(self._learner.restore)
         self._epoch = await self._streams.raise_epoch(newest_epoch(self._layout.intake_dir) + 1)
-        log = await asyncio.to_thread(IntakeLog.open, self._layout.intake_dir, epoch=self._epoch)
+        rotate_bytes = self._config.checkpoint.log_segment_bytes
+        log = await asyncio.to_thread(IntakeLog.open, self._layout.intake_dir, epoch=self._epoch, rotate_bytes=rotate_bytes)
         try:
             return await self._run(log, progress)
         finally:
@@ -138,21 +159,26 @@ class TrainerLoop:
             Event.EPOCH_RAISED, epoch=self._epoch, checkpoint_version=progress.version, segments=len(log.index.sealed)
         )
         intake = Intake(self._streams, log, self._batch_settings())
+        progress.issued = max(progress.issued, log.index.issued or 0)
         self._trained_through = progress.groups_trained
+        checkpoints = self._make_checkpoints(intake, progress)
         metrics = self._open_metrics()
         publisher = Publisher(self._registry, self._config, epoch=self._epoch, on_complete=self._pushes.add)
         self._clock.start()
         try:
             async with asyncio.TaskGroup() as tasks:
                 helpers = [tasks.create_task(publisher.run()), tasks.create_task(self._heartbeat())]
-                await self._replay(intake, progress, metrics)
+                await self._restore_queue(progress)
+                unfinished = await self._replay(intake, progress, metrics)
                 if await self._already_ended(progress):
                     result = TrainerResult(progress.version, finished=True)
                 else:
                     await self._push(publisher, intake, progress, blocking=True)
-                    helpers.append(tasks.create_task(self._take_in(intake)))
-                    result = await self._train(intake, progress, publisher, metrics)
-                await self._finish(intake, progress, publisher, result)
+                    helpers.append(tasks.create_task(self._take_in(intake, progress)))
+                    if unfinished is not None:
+                        await self._train_batch(unfinished, 0.0, intake, progress, publisher, metrics)
+                    result = await self._train(intake, progress, publisher, metrics, checkpoints)
+                await self._finish(intake, progress, publisher, checkpoints, result)
                 for helper in helpers:
                     helper.cancel()
         finally:
@@ -161,9 +187,13 @@ class TrainerLoop:
         return result
 
     # -- intake ------------------------------------------------------------------------------------------------------
-    async def _take_in(self, intake: Intake) -> None:
-        """Stream to log, for as long as it runs. When idle, and every LOOK_AROUND_S, what was left over, and dead tasks."""
+    async def _take_in(self, intake: Intake, progress: Progress) -> None:
+        """Stream to log, for as long as it runs: first what older incarnations held, which was published before the rest. When
+        idle, and every LOOK_AROUND_S, what was left over since, and dead tasks."""
         server = await self._streams.server_id()
+        while held := await self._streams.take_over(self._epoch, count=READ_COUNT):
+            if await intake.take_in(held):
+                self._arrived.set()
         looked = self._now()
         while True:
             deliveries = await self._streams.read_groups(self._epoch, count=READ_COUNT, block_s=READ_BLOCK_S)
@@ -172,7 +202,7 @@ class TrainerLoop:
             if deliveries and self._now() - looked < LOOK_AROUND_S:
                 continue
             looked = self._now()
-            server = await self._after_server_change(server)
+            server = await self._after_server_change(server, intake, progress)
             await self._bury_dead(intake)
             left_over = await self._left_over()
             if left_over and await intake.take_in(left_over):
@@ -190,56 +220,82 @@ class TrainerLoop:
             await self._streams.finish_dead(self._epoch, list(dead))
             await self._streams.report(self._epoch, discarded=intake.discarded)
 
-    async def _after_server_change(self, server: str) -> str:
-        """Say so. If the server lost its last writes, the next fenced call puts this trainer's epoch back."""
+    async def _after_server_change(self, server: str, intake: Intake, progress: Progress) -> str:
+        """Say so. If the server lost its last writes, or all of them: what this trainer knows of them is put back.
+
+        The next fenced call puts back the epoch.
+        """
         current = await self._streams.server_id()
         if current != server:
             self._log.warning(Event.QUEUE_BACK, server=current, before=server)
+            await self._streams.report(self._epoch, discarded=intake.discarded)
+        await self._restore_queue(progress)
         return current
 
+    async def _restore_queue(self, progress: Progress) -> None:
+        """Keep the queue's cursor from going back, and remember where it is."""
+        counters = await self._streams.counters()
+        if counters.cursor < progress.cursor:
+            await self._streams.restore(
+                self._epoch, cursor=progress.cursor, issued=progress.issued, first=progress.first_cursor
+            )
+            self._log.warning(Event.QUEUE_RESTORED, cursor=progress.cursor, found=counters.cursor, issued=progress.issued)
+        else:
+            progress.cursor, progress.issued = counters.cursor, max(progress.issued, counters.issued)
+
     # -- steps -------------------------------------------------------------------------------------------------------
-    async def _replay(self, intake: Intake, progress: Progress, metrics: _Metrics) -> None:
-        """Train what the log recorded after the checkpoint: same groups, same order, same verdicts."""
+    async def _replay(self, intake: Intake, progress: Progress, metrics: _Metrics) -> _Batch | None:
+        """Train what the log recorded after the checkpoint: same groups, same order, same verdicts.
+
+        Returns: the batch whose steps are not all recorded yet, if the log ends inside one.
+        """
         records = intake.recorded_steps(progress.records_applied)
+        batch: _Batch | None = None
         for record in records:
             step = await asyncio.to_thread(intake.recorded, record)
             if record.trains and record.batch == record.step:
-                later = [r for r in records if r.batch == record.batch and r.step > record.step]
-                batch = [step, *[await asyncio.to_thread(intake.recorded, r) for r in later]]
-                await asyncio.to_thread(self._learner.begin_batch, batch)
+                batch = _Batch(step, await asyncio.to_thread(intake.planned, record))
+                await asyncio.to_thread(self._learner.begin_batch, batch.steps)
+            if batch is not None and record.batch == batch.number:
+                batch.done += 1
             await self._apply(step, intake, progress, metrics, waited_s=0.0, replayed=True)
         if records:
             self._log.info(Event.LOG_REPLAYED, steps=len(records), version=progress.version)
         await self._streams.report(self._epoch, discarded=intake.discarded)
+        return batch if batch is not None and batch.done < len(batch.steps) else None
 
-    async def _train(self, intake: Intake, progress: Progress, publisher: Publisher, metrics: _Metrics) -> TrainerResult:
+    async def _train(
+        self, intake: Intake, progress: Progress, publisher: Publisher, metrics: _Metrics, checkpoints: Checkpoints
+    ) -> TrainerResult:
         max_steps = self._config.trainer.max_steps
         while progress.version < max_steps and not self._stopping.is_set():
             steps = min(self._config.trainer.steps_per_batch, max_steps - progress.version)
             batch, waited_s = await self._wait_for_batch(intake, progress, steps)
             if not batch:
                 break
-            await self._train_batch(batch, waited_s, intake, progress, publisher, metrics)
-            if progress.version - progress.checkpoint_version >= self._config.checkpoint.every_steps:
-                await self._checkpoint(intake, progress)
+            await self._train_batch(_Batch(batch[0], batch[1:]), waited_s, intake, progress, publisher, metrics)
+            await checkpoints.write_if_due(progress)
+            self._clock.blocked_by_checkpoints = checkpoints.blocked_s
         return TrainerResult(progress.version, finished=not self._stopping.is_set())
 
     async def _train_batch(
         self,
-        batch: Sequence[ComposedStep],
+        batch: _Batch,
         waited_s: float,
         intake: Intake,
         progress: Progress,
         publisher: Publisher,
         metrics: _Metrics,
     ) -> None:
-        await asyncio.to_thread(self._learner.begin_batch, batch)
-        first = batch[0]
-        for number, planned in enumerate(batch):
-            last = number == len(batch) - 1
-            step = planned
+        """Train the steps of a batch that are not done yet."""
+        steps = batch.steps
+        if batch.done == 0:
+            await asyncio.to_thread(self._learner.begin_batch, steps)
+        for number in range(batch.done, len(steps)):
+            last = number == len(steps) - 1
+            step = steps[number]
             if number > 0:
-                step = await intake.compose_next(planned, progress.version, batch=first.record.batch, last=last)
+                step = await intake.compose_next(step, progress.version, batch=batch.number, last=last)
             applied = await self._apply(step, intake, progress, metrics, waited_s=waited_s, replayed=False)
             await self._announce(applied, intake, progress, publisher)
             waited_s = 0.0
@@ -253,6 +309,7 @@ class TrainerLoop:
             return False
         started = self._now()
         result = await asyncio.to_thread(self._learner.train, step)
+        intake.require_current()
         if result.skip_reason is not None:
             self._log.warning(Event.STEP_SKIPPED, step=step.record.step, reason=result.skip_reason)
             await intake.record_skip(step.record.step, result.skip_reason)
@@ -349,7 +406,7 @@ class TrainerLoop:
 
     async def _data_ended(self) -> bool:
         counters = await self._streams.counters()
-        return counters.state is RunState.EXHAUSTED and counters.outstanding == 0
+        return counters.state is RunState.EXHAUSTED and counters.outstanding == 0 and not counters.has_losses
 
     # -- beginning and end -------------------------------------------------------------------------------------------
     async def _already_ended(self, progress: Progress) -> bool:
@@ -361,11 +418,12 @@ class TrainerLoop:
         await self._streams.reopen(self._epoch)
         return False
 
-    async def _finish(self, intake: Intake, progress: Progress, publisher: Publisher, result: TrainerResult) -> None:
+    async def _finish(
+        self, intake: Intake, progress: Progress, publisher: Publisher, checkpoints: Checkpoints, result: TrainerResult
+    ) -> None:
         if result.finished:
             await publisher.drain(timeout_s=self._config.weights.deadline_s)
-        if progress.version != progress.checkpoint_version or result.finished:
-            await self._checkpoint(intake, progress)
+        await checkpoints.write_last(progress)
         if not result.finished:
             self._log.info(Event.RUN_INTERRUPTED, version=progress.version)
             return
@@ -375,18 +433,22 @@ class TrainerLoop:
         await self._streams.clear(self._epoch)
         self._log.info(Event.RUN_ENDED, version=progress.version, unused=len(unused), issued=counters.issued)
 
-    async def _checkpoint(self, intake: Intake, progress: Progress) -> None:
-        counters = await self._streams.counters()
-        started = self._now()
-        path = await asyncio.to_thread(
-            self._learner.save, progress, intake.position, cursor=counters.cursor, issued=counters.issued
+    def _make_checkpoints(self, intake: Intake, progress: Progress) -> Checkpoints:
+        return Checkpoints(
+            self._config.checkpoint,
+            self._layout.checkpoints_dir,
+            streams=self._streams,
+            intake=intake,
+            learner=self._learner,
+            epoch=self._epoch,
+            version=progress.checkpoint_version,
+            now=self._now,
         )
-        progress.checkpoint_version = progress.version
-        self._log.info(Event.CHECKPOINT_WRITTEN, path=str(path), version=progress.version, seconds=self._now() - started)
 
     async def _heartbeat(self) -> None:
         while True:
-            await self._streams.heartbeat(self._worker_id, "trainer", ttl_s=self._config.redis.lease_s)
+            lease_s = self._config.redis.lease_s
+            await self._streams.heartbeat(self._worker_id, "trainer", ttl_s=lease_s, info=whereabouts())
             await asyncio.sleep(self._config.redis.lease_s / 4)
 
     # -- figures -----------------------------------------------------------------------------------------------------
@@ -419,6 +481,7 @@ class TrainerLoop:
             "train_s": train_s,
             "trainer_idle_share": self._clock.idle_share,
             "push_blocked_s": self._clock.blocked_by_push,
+            "checkpoint_blocked_s": self._clock.blocked_by_checkpoints,
             "pushes": self._pushes.take(),
         }
 

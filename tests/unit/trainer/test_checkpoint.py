@@ -207,7 +207,7 @@ def test_a_disk_that_fills_leaves_the_previous_checkpoint_and_nothing_else(model
     train(policy, optimizer, 1)
     with (
         files_no_larger_than(100_000),
-        pytest.raises(CheckpointError, match=r"step_00000003\.tmp cannot be written \(\d+ bytes"),
+        pytest.raises(CheckpointError, match=r"step_00000003\.e000000\.tmp cannot be written \(\d+ bytes"),
     ):
         save_checkpoint(two, policy, optimizer, step=3)
     assert sorted(path.name for path in two.iterdir()) == ["step_00000001", "step_00000002"]
@@ -219,7 +219,7 @@ def test_a_disk_that_fills_leaves_the_previous_checkpoint_and_nothing_else(model
 def test_a_directory_that_cannot_be_made_is_named(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     policy, optimizer = learner(model)
-    with pytest.raises(CheckpointError, match=r"file/step_00000001\.tmp cannot be written"):
+    with pytest.raises(CheckpointError, match=r"file/step_00000001\.e000000\.tmp cannot be written"):
         save_checkpoint(tmp_path / "file", policy, optimizer, step=1)
 
 
@@ -233,10 +233,10 @@ def test_saving_a_step_again_replaces_it(model: Path, two: Path) -> None:
 
 def test_pruning_keeps_the_newest_and_removes_older_leftovers(two: Path) -> None:
     shutil.copytree(two / "step_00000002", two / "step_00000005")
-    (two / "step_00000001.tmp").mkdir()
-    (two / "step_00000007.tmp").mkdir()  # being written
+    (two / "step_00000001.e000001.tmp").mkdir()
+    (two / "step_00000007.e000001.tmp").mkdir()  # being written
     prune_checkpoints(two, keep=2)
-    assert sorted(path.name for path in two.iterdir()) == ["step_00000002", "step_00000005", "step_00000007.tmp"]
+    assert sorted(path.name for path in two.iterdir()) == ["step_00000002", "step_00000005", "step_00000007.e000001.tmp"]
 
 
 def test_a_checkpoint_of_another_model_is_refused_before_anything_is_loaded(two: Path, tmp_path: Path) -> None:
