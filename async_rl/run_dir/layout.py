@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from async_rl.errors import RunDirError
 
 RUN_SCHEMA_VERSION = 1
+_LONGEST_NAME = 100  # of the directory, in a run id
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +106,17 @@ def create_run(root: Path, *, overwrite: bool = False) -> tuple[RunLayout, RunId
     try:
         for directory in (root, layout.logs_dir, layout.intake_dir, layout.checkpoints_dir):
             directory.mkdir(parents=True, exist_ok=True)
-        identity = RunIdentity(run_id=f"{root.name}-{secrets.token_hex(4)}", created_at_s=time.time())
+        identity = RunIdentity(run_id=new_run_id(root), created_at_s=time.time())
         write_atomic(layout.run_json, json.dumps(asdict(identity), indent=2).encode())
     except OSError as error:
         raise RunDirError(f"run_dir={root} cannot be written: {error.strerror}; name another --run_dir") from error
     return layout, identity
+
+
+def new_run_id(root: Path) -> str:
+    """An id for a new run: the directory's name, as far as Redis keys may carry it, and a random part."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", root.resolve().name).strip("-")[:_LONGEST_NAME]
+    return f"{name or 'run'}-{secrets.token_hex(4)}"
 
 
 def open_run(root: Path) -> tuple[RunLayout, RunIdentity]:
