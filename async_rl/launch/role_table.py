@@ -17,6 +17,10 @@ EXPENDABLE = ("rollout", "reward")
 """Kinds of workers of which a run can lose some and go on."""
 
 
+ALLOCATOR: Mapping[str, str] = {"MALLOC_MMAP_THRESHOLD_": str(64 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(256 * 2**20)}
+"""glibc keeps blocks of up to 64 MiB instead of giving them back at every batch: fresh pages cost more than filling them."""
+
+
 def role_table(config: RunConfig, layout: RunLayout, *, redis_url: str, master_port: int) -> tuple[RoleSpec, ...]:
     """Coordinator, trainer ranks, rollout workers, and reward workers if the config has any.
 
@@ -66,7 +70,7 @@ def _role(
 
 def _threads(count: int) -> dict[str, str]:
     """Threads that wait must sleep: spinning ones starve the other roles of a small machine."""
-    return {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count), "OMP_WAIT_POLICY": "PASSIVE"}
+    return {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count), "OMP_WAIT_POLICY": "PASSIVE", **ALLOCATOR}
 
 
 def _rank(rank: int, world_size: int, master_port: int) -> dict[str, str]:

@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import pickle
 import statistics
 import tempfile
@@ -32,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from async_rl.launch.embedded_redis import EmbeddedRedis
+from async_rl.launch.role_table import ALLOCATOR
 from protocol.codec import decode_group, encode
 from protocol.messages import FinishReason, PromptTask, Reward, SamplingParams, Timings, Trajectory, TrajectoryGroup, Turn
 from protocol.redis_streams import RedisStreams
@@ -279,7 +281,11 @@ def _consumer(job: Job, barrier: Barrier, results: Any) -> None:
 
 
 def measure(job: Job) -> float:
-    """Messages a second, from the start that both processes agree on to the last acknowledgement."""
+    """Messages a second, from the start that both processes agree on to the last acknowledgement.
+
+    Every process gets the environment that the launcher gives its roles.
+    """
+    os.environ.update(ALLOCATOR)
     if job.way == "ours":
         asyncio.run(_prepare_ours(job))
     spawn = multiprocessing.get_context("spawn")

@@ -69,20 +69,15 @@ def test_every_figure_of_a_small_run(layout: RunLayout) -> None:
     with_log.close()
 
     def push(version: int, total: float, parity: float) -> dict[str, Any]:
-        return {"version": version, "seconds": {"total": total}, "parity_max_abs": parity, "parity_tokens": 10}
+        figures = {"version": version, "seconds": {"total": total}, "parity_max_abs": parity, "parity_tokens": 10}
+        return {"event": "push.measured", **figures}
 
     write_lines(
         layout.metrics_jsonl,
-        {"record": 0, "step": 1, "seconds": 2.0, "tokens": 100, "wait_s": 1.0, "pushes": [push(0, 0.5, 1e-6)]},
-        {
-            "record": 2,
-            "step": 2,
-            "seconds": 4.0,
-            "tokens": 60,
-            "wait_s": 0.0,
-            "pushes": [push(1, 0.1, 3e-6), push(2, 0.2, 2e-6)],
-        },
+        {"record": 0, "step": 1, "seconds": 2.0, "tokens": 100, "wait_s": 1.0, "pushes": []},
+        {"record": 2, "step": 2, "seconds": 4.0, "tokens": 60, "wait_s": 0.0, "pushes": []},
     )
+    write_lines(layout.events_jsonl, push(0, 0.5, 1e-6), {"event": "run.ended"}, push(1, 0.1, 3e-6), push(2, 0.2, 2e-6))
     write_lines(layout.worker_metrics_jsonl("rollout-0"), {"seconds": 2.0, "idle_s": 1.0}, {"seconds": 8.0, "idle_s": 2.0})
     history = MetricsHistory(layout.metrics_jsonl)
     history.refresh()
