@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,11 +19,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from async_rl.environments.base import Row
-from async_rl.errors import DataError
+from async_rl.errors import CodecError, DataError
 from protocol.messages import ChatMessage
+from protocol.packing import pack
 
 _CHECK_BATCH_ROWS = 4096
 _PARQUET = ".parquet"
+_SUSPECT = re.compile(rb"\\u[dD][89a-fA-F]|[0-9]{19}")
+"""JSON that messages may not be able to carry: half of a surrogate pair, an integer beyond 64 bits."""
 _SUFFIXES = (".jsonl", ".ndjson", _PARQUET)
 
 
@@ -148,10 +152,15 @@ def _split(values: dict[str, Any], prompt_column: str, where: str) -> Row:
 def _parse_line(line: bytes, where: str) -> dict[str, Any]:
     try:
         values = json.loads(line)
-    except ValueError as error:  # also bytes that are not UTF-8
+    except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
         raise DataError(f"{where}: not a line of JSON: {error}") from error
     if not isinstance(values, dict):
         raise DataError(f"{where}: is {_kind(values)}; needs one JSON object per line")
+    if _SUSPECT.search(line):  # trying every line would take twice as long as reading it
+        try:
+            pack(values)
+        except CodecError as error:
+            raise DataError(f"{where}: a task cannot carry this row: {error}; mend or remove it") from error
     return values
 
 

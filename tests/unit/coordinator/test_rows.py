@@ -112,6 +112,29 @@ def test_a_bad_line_is_named_when_the_file_is_opened(lines: list[str], message: 
         open_rows(path, prompt_column="prompt", split="train")
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        '{"prompt": "half of a pair \\ud83d"}',
+        '{"prompt": "1>", "tags": [{"name": "\\uDFFF"}]}',
+        '{"prompt": "1>", "number": 123456789012345678901234567890}',
+        '{"prompt": "1>", "number": -9223372036854775809}',
+    ],
+)
+def test_a_row_that_no_message_can_carry_is_named_when_the_file_is_opened(row: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"prompt": "a"}}\n{row}\n')
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: a task cannot carry this row"):
+        open_rows(path, prompt_column="prompt", split="train")
+
+
+def test_whole_pairs_and_the_largest_numbers_are_carried(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "\\ud83d\\ude00", "n": 18446744073709551615, "x": 0.12345678901234567890}\n')
+    row = open_rows(path, prompt_column="prompt", split="train").row(0)
+    assert (row.prompt, row.columns) == ("😀", {"n": 2**64 - 1, "x": 0.12345678901234568})
+
+
 def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
