@@ -44,8 +44,8 @@ demo: install  ## Train a tiny model on sort_digits: every role a process, minut
 test: install-dev  ## Unit, contract, golden and integration tests
 	$(BIN)/python -m pytest $(ARGS)
 
-test-chaos: install-dev  ## Kill processes at random points
-	$(BIN)/python -m pytest tests/chaos -m chaos --timeout 900 $(ARGS) || [[ $$? == 5 ]]  # 5: no such tests
+test-chaos: install-dev  ## Kill the demo's processes at random, Redis included; fewer kills: ARGS=--smoke
+	$(BIN)/python -m pytest tests/chaos -m chaos --timeout 900 $(ARGS)
 
 check: install-dev  ## Lint, format, types, import order, generated pages
 	$(BIN)/ruff check $(CHECKED)

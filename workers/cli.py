@@ -110,6 +110,48 @@ def status(run_dir: RunDir, debug: Debug = False) -> None:
 
 
 @app.command()
+def stop(
+    run_dir: RunDir,
+    timeout_s: Annotated[float | None, typer.Option(help="Seconds to wait; default: launch.stop_s and a margin.")] = None,
+    debug: Debug = False,
+) -> int:
+    """End a run that goes on, cleanly: its supervisor, or the roles that were started by hand on this host."""
+    from async_rl.launch.stop import stop_run
+
+    del debug
+    stopped = stop_run(run_dir, os.environ, timeout_s=timeout_s)
+    if stopped.supervisor is not None:
+        _say(f"stopped (process {stopped.supervisor})", f"{program()} run {run_dir}/config.toml --resume")
+    for worker in stopped.roles:
+        print(f"stopped {worker.worker_id} (process {worker.info['pid']})")
+    for worker in stopped.elsewhere:
+        print(f"still running: {worker.worker_id} on {worker.info.get('host', 'an unknown host')}: send it SIGTERM there")
+    if not stopped.anything:
+        print("nothing of this run is running")
+    return 1 if stopped.elsewhere else 0
+
+
+@app.command()
+def clean(
+    run_dir: RunDir,
+    everything: Annotated[bool, typer.Option("--all", help="Remove the whole run directory.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Confirm --all.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Remove what a dead run left behind: sockets, half-written files, weights in transit. Refused while it is alive."""
+    from async_rl.launch.clean import clean_run
+
+    del debug
+    if everything and not yes:
+        raise ConfigError(f"--all removes {run_dir} with its checkpoints and its intake log; confirm with --yes")
+    removed = clean_run(run_dir, os.environ, everything=everything)
+    for path in removed:
+        print(f"removed {path}")
+    if not removed:
+        print("nothing to remove")
+
+
+@app.command()
 def show(
     run_dir: RunDir,
     task: Annotated[str | None, typer.Option(help="Id of the task to show.", show_default=False)] = None,

@@ -221,7 +221,7 @@ class Supervisor:
                 continue
             seen = view.seen.get(worker_id)
             limit_s = patience.start_s if seen is None else patience.hang_s
-            silent_s = now - max(unit.started_at if seen is None else seen, view.answering_since)
+            silent_s = now - max(unit.started_at, view.answering_since, seen or unit.started_at)
             if silent_s > limit_s:
                 return process, f"it ran, but held no lease for {silent_s:.0f} s"
         return None

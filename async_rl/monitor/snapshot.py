@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,18 @@ class LiveSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class RoleHealth:
+    """What the supervisor had to do about one role (or the server) since the run was last started."""
+
+    failures: int
+    reason: str
+    """Of the last failure."""
+    failed_at_s: float
+    """Unix time of the last failure."""
+    given_up: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class RunSnapshot:
     """Everything that `async-rl status` shows."""
 
@@ -53,6 +65,8 @@ class RunSnapshot:
     live: LiveSnapshot | None
     live_error: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
+    health: Mapping[str, RoleHealth] = field(default_factory=dict)
+    """By role; only those that failed."""
 
 
 async def live_snapshot(streams: Streams, registry: VersionRegistry) -> LiveSnapshot:
@@ -86,6 +100,7 @@ def run_snapshot(
         live=live,
         live_error=live_error,
         config=config,
+        health=role_health(layout),
     )
 
 
@@ -93,6 +108,23 @@ def checkpoint_steps(layout: RunLayout) -> Sequence[int]:
     """Steps with a checkpoint directory, ascending."""
     digits = (_trailing_number(path.name) for path in layout.checkpoints_dir.glob("*") if path.is_dir())
     return sorted(step for step in digits if step is not None)
+
+
+def role_health(layout: RunLayout) -> Mapping[str, RoleHealth]:
+    """Every role that failed since the run was last started, by its name."""
+    health: dict[str, RoleHealth] = {}
+    for record in read_json_lines(layout.events_jsonl):
+        event, name = record.get("event"), str(record.get("name", ""))
+        if record.get("role") != "supervisor":
+            continue
+        if event in ("run.started", "run.resumed"):
+            health.clear()
+        elif event == "role.failed" and name:
+            before = health[name].failures if name in health else 0
+            health[name] = RoleHealth(before + 1, str(record.get("reason", "")), float(record.get("time_s", 0.0)))
+        elif event == "role.given_up" and name in health:
+            health[name] = replace(health[name], given_up=True)
+    return health
 
 
 def _trailing_number(name: str) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 from rich.console import Console
@@ -60,6 +61,11 @@ def _rows(snapshot: RunSnapshot) -> Iterator[tuple[str, Text]]:
     yield "steps", Text(f"{snapshot.steps} of {count(snapshot.max_steps)} in {seconds(snapshot.train_seconds)}")
     if snapshot.last is not None:
         yield from _last_step(snapshot.last)
+    for name, health in snapshot.health.items():
+        times = "once" if health.failures == 1 else f"{health.failures} times"
+        when = time.strftime("%H:%M:%S", time.localtime(health.failed_at_s))
+        then = "given up" if health.given_up else "started again"
+        yield name, Text(f"failed {times}, last at {when} ({health.reason}); {then}", style="yellow")
     if snapshot.checkpoints:
         kept = ", ".join(map(str, snapshot.checkpoints))
         yield "checkpoints", Text(f"of steps {kept} in {snapshot.layout.checkpoints_dir}")

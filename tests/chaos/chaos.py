@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -85,6 +87,8 @@ class Chaos:
     def run(self) -> dict[str, object]:
         """Everything; returns the summary, and writes it."""
         self.plan.out.mkdir(parents=True, exist_ok=True)
+        if (self.run_dir / "run.json").exists():
+            shutil.rmtree(self.run_dir)  # or its files would be taken for progress
         flags = (f"--run_dir={self.run_dir}", f"--trainer.max_steps={self.plan.max_steps}", f"--seed={self.plan.seed}", *FLAGS)
         started = time.monotonic()
         with (self.plan.out / "demo.out").open("w") as output:
@@ -94,7 +98,7 @@ class Chaos:
                 self._torment(demo, started + self.plan.deadline_s)
                 code = demo.wait(max(1.0, started + self.plan.deadline_s - time.monotonic()))
             finally:
-                demo.kill()
+                demo.kill()  # its roles end with it
                 demo.wait()
         return self._summary(code, time.monotonic() - started)
 
@@ -224,8 +228,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     kills = arguments.kills or (SMOKE if arguments.smoke else FULL)
     seed = int(time.time()) % 2**31 if arguments.seed is None else arguments.seed
     weights = {kind: injury.weight for kind, injury in KINDS.items() if arguments.only is None or kind in arguments.only}
-    max_steps = arguments.max_steps or max(400, STEPS_PER_KILL * kills)
+    max_steps = arguments.max_steps or max(600, STEPS_PER_KILL * kills)
     plan = Plan(kills, seed, arguments.out.absolute(), weights, max_steps, deadline_s=600.0 + 30.0 * kills)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = Console()
     console.print(f"{kills} kills, seed {seed}, in {plan.out}", highlight=False)
     summary = Chaos(plan, console).run()
