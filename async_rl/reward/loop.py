@@ -17,7 +17,8 @@ from async_rl.environments.episodes import Decode, episode_of
 from async_rl.errors import CodecError, MessageTooLarge, QueueFull
 from async_rl.logs import Event, get_logger
 from async_rl.run_dir.files import JsonLinesWriter
-from protocol.codec import decode_group, encode
+from protocol.codec import encode
+from protocol.deliveries import group_of
 from protocol.messages import FinishReason, PromptTask, Reward, Trajectory, TrajectoryGroup
 from protocol.run_end import RunEnd
 from protocol.streams import Delivery, Publication, Stream, Streams
@@ -154,7 +155,7 @@ class RewardLoop:
             await self._bury(delivery, f"delivered {delivery.delivery_count} times without success")
             return
         try:
-            group = decode_group(delivery.payload)
+            group = group_of(delivery)
         except CodecError as error:
             await self._bury(delivery, f"unreadable group: {error}")
             return

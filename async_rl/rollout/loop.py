@@ -18,7 +18,8 @@ from async_rl.registry.versions import VersionRegistry
 from async_rl.rollout.engine import RolloutEngine
 from async_rl.rollout.group import GroupRollout
 from async_rl.run_dir.files import JsonLinesWriter
-from protocol.codec import decode_task, encode
+from protocol.codec import encode
+from protocol.deliveries import task_of
 from protocol.messages import PromptTask, TrajectoryGroup
 from protocol.run_end import RunEnd
 from protocol.streams import Delivery, Publication, Stream, Streams
@@ -188,7 +189,7 @@ class RolloutLoop:
             await self._bury(delivery, f"delivered {delivery.delivery_count} times without success")
             return
         try:
-            task = decode_task(delivery.payload)
+            task = task_of(delivery)
         except CodecError as error:
             await self._bury(delivery, f"unreadable task: {error}")
             return

@@ -16,6 +16,7 @@ from async_rl.logs import Event, get_logger
 from async_rl.run_dir.intake_log import Compaction, IntakeLog, Position, task_ends
 from async_rl.run_dir.records import DeadRecord, EndRecord, GroupRecord, GroupUse, Record, SkipRecord, StepRecord
 from protocol.codec import decode_group
+from protocol.deliveries import group_of
 from protocol.messages import EndReason, TrajectoryGroup
 from protocol.streams import Delivery, Finished, Streams
 
@@ -95,7 +96,7 @@ class Intake:
         readable: list[tuple[Delivery, TrajectoryGroup]] = []
         for delivery in deliveries:
             try:
-                readable.append((delivery, decode_group(delivery.payload)))
+                readable.append((delivery, group_of(delivery)))
             except CodecError as error:
                 self._events.error(Event.TASK_DEAD, entry_id=delivery.entry_id, reason=f"unreadable group: {error}")
                 await self._streams.bury(delivery, task_id=delivery.task_id, reason=f"unreadable group: {error}")
