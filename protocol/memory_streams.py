@@ -27,6 +27,7 @@ from protocol.streams import (
     StreamDepth,
     WorkerLease,
     check_size,
+    short_reason,
 )
 
 
@@ -216,7 +217,7 @@ class MemoryStreams:
         if entry is None or entry.consumer is None:
             return False
         del self._run.entries[delivery.stream][delivery.entry_id]
-        task_id = entry.task_id or task_id
+        task_id, reason = entry.task_id or task_id, short_reason(reason)
         dead = self._append(Stream.DEAD, task_id, entry.payload or delivery.payload)
         dead.delivery_count = entry.delivery_count
         self._run.deaths[dead.entry_id] = (reason, delivery.stream)

@@ -28,6 +28,7 @@ from protocol.streams import (
     StreamDepth,
     WorkerLease,
     check_size,
+    short_reason,
 )
 from protocol.tls import TlsFiles
 
@@ -206,7 +207,7 @@ class RedisStreams:
         source = delivery.stream
         keys = [self.keys.stream(source), self.keys.stream(Stream.DEAD), self.keys.outstanding, self.keys.newly_dead]
         known_id = delivery.task_id or task_id or ""
-        args = [GROUP_OF[source], delivery.entry_id, known_id, delivery.payload, reason, source.value]
+        args = [GROUP_OF[source], delivery.entry_id, known_id, delivery.payload, short_reason(reason), source.value]
         return bool(await self._client.script("bury", keys, args))
 
     # -- trainer -------------------------------------------------------------------------------------------------

@@ -28,6 +28,9 @@ SUSPECT_DELIVERIES = 2
 """After this many deliveries without success an entry is claimed alone: it may be what kills its workers."""
 
 
+LONGEST_REASON = 2000
+
+
 class RunState(StrEnum):
     """Life of a run, as the queue knows it."""
 
@@ -322,6 +325,11 @@ class Streams(Protocol):
     async def drop_dead(self, entry_id: str) -> bool:
         """Delete an entry of `dead`. Its task keeps the end that it has. False if there is none of that id."""
         ...
+
+
+def short_reason(reason: str) -> str:
+    """A reason that is kept in the queue and the log: of what is too long, the beginning (it may quote a bad message)."""
+    return reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]}… ({len(reason)} characters)"
 
 
 def check_size(payload: bytes, max_message_bytes: int, what: str) -> None:

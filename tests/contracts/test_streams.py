@@ -463,6 +463,16 @@ async def test_a_dead_task_stays_outstanding_until_its_end_is_in_the_log(streams
     assert await streams.publish(_publications([b])) == [True]
 
 
+async def test_a_reason_that_quotes_a_bad_message_is_kept_short(streams: Streams) -> None:
+    await _issue(streams, "a")
+    [a] = await streams.read(Stream.TASKS, "w0", count=1, block_s=0)
+    await streams.bury(a, task_id="a", reason="bad: " + "x" * 100_000)
+    [dead] = await streams.dead_entries(count=1)
+    assert dead.reason.startswith("bad: xxx")
+    assert "100005 characters" in dead.reason
+    assert len(dead.reason) < 2100
+
+
 async def test_what_nobody_holds_cannot_be_buried(streams: Streams) -> None:
     await _issue(streams, "a")
     [a] = await streams.read(Stream.TASKS, "w0", count=1, block_s=0)
@@ -800,6 +810,50 @@ async def test_a_held_entry_that_vanished_does_not_disturb_its_holder_or_a_claim
     depth = (await streams.depths())[Stream.TASKS]
     assert (depth.length, depth.pending) == (1, 1)
     assert await streams.reissue(_tasks("a", "b", "c")) == 2
+
+
+async def test_what_was_trimmed_away_leaves_nothing_pending_behind(queue: Queue) -> None:
+    """Three read by one who dies; two vanish from the stream. One is claimed, two count as lost, none stays pending."""
+    streams = queue.streams
+    await _issue(streams, "a", "b", "c")
+    held = await streams.read(Stream.TASKS, "w0", count=3, block_s=0)
+    for delivery in held[:2]:
+        await queue.lose_entry(Stream.TASKS, delivery.entry_id)
+    [claimed] = await streams.claim(Stream.TASKS, "w1", count=3)
+    assert await streams.publish(_publications([claimed])) == [True]
+    depth = (await streams.depths())[Stream.TASKS]
+    assert (depth.length, depth.pending) == (0, 0)
+    assert await streams.outstanding() == {"a", "b", "c"}
+    assert await streams.reissue(_tasks("a", "b", "c")) == 2  # the two that were lost
+
+
+async def test_a_holder_whose_entries_were_trimmed_away_leaves_nothing_pending_either(queue: Queue) -> None:
+    streams = queue.streams
+    await _issue(streams, "a", "b")
+    held = await streams.read(Stream.TASKS, "w0", count=2, block_s=0)
+    await queue.lose_entry(Stream.TASKS, held[0].entry_id)
+    assert _ids(await streams.own_pending(Stream.TASKS, "w0")) == ["b"]
+    assert (await streams.depths())[Stream.TASKS].pending == 1
+
+
+# -- slow work -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("renews", [True, False])
+async def test_slow_work_is_done_once_if_its_lease_is_renewed_and_counts_once_if_it_is_not(queue: Queue, renews: bool) -> None:
+    """It takes three leases; another worker looks for left-over work all the time."""
+    streams = queue.streams
+    await _issue(streams, "a")
+    await streams.heartbeat("slow", "rollout", ttl_s=60)
+    [mine] = await streams.read(Stream.TASKS, "slow", count=1, block_s=0)
+    done_by: list[str] = []
+    for _ in range(3):  # a lease passes
+        await queue.lose_lease("slow")
+        if renews:
+            await streams.heartbeat("slow", "rollout", ttl_s=60)
+        for delivery in await streams.claim(Stream.TASKS, "other", count=1):
+            done_by += ["other"] * sum(await streams.publish(_publications([delivery])))
+    done_by += ["slow"] * sum(await streams.publish(_publications([mine])))
+    assert done_by == (["slow"] if renews else ["other"])
+    assert (await streams.depths())[Stream.GROUPS].length == 1
 
 
 # -- end -------------------------------------------------------------------------------------------------------------

@@ -280,6 +280,19 @@ async def test_a_publisher_waits_while_the_server_is_full_and_loses_nothing(serv
         assert int((await streams.client.info("memory"))["used_memory"]) < base + 3 * 2**20  # flat after the acks
 
 
+async def test_trimming_a_stream_with_held_entries_loses_two_and_keeps_one(server: EmbeddedRedis) -> None:
+    async with _open(server.url) as streams:
+        await _issue(streams, "a", "b", "c")
+        await streams.read(Stream.TASKS, "c1", count=3, block_s=0)
+        await streams.client.xtrim(streams.keys.stream(Stream.TASKS), maxlen=1, approximate=False)
+        claimed = await streams.claim(Stream.TASKS, "c2", count=5)  # c1 never had a lease
+        assert [d.task_id for d in claimed] == ["c"]
+        assert await streams.publish([Publication(Stream.TASKS, claimed[0].entry_id, Stream.GROUPS, b"g", "c")]) == [True]
+        depth = (await streams.depths())[Stream.TASKS]
+        assert (depth.length, depth.pending) == (0, 0)
+        assert await streams.reissue([IssuedTask(name, b"task") for name in ("a", "b", "c")]) == 2
+
+
 # -- restarts --------------------------------------------------------------------------------------------------------
 async def test_a_killed_server_comes_back_with_everything_acknowledged(server: EmbeddedRedis) -> None:
     async with _open(server.url, retry_s=20.0) as streams:

@@ -459,3 +459,10 @@ def test_pack_refuses_what_could_not_be_read_back(value: Any, message: str) -> N
 def test_unpack_refuses_what_pack_cannot_have_written(raw: bytes, message: str) -> None:
     with pytest.raises(CodecError, match=message):
         unpack(raw)
+
+
+@pytest.mark.parametrize("schema", [np.ones(2, np.int32), True, 1.0, "1", None, [1], {"v": 1}])
+def test_a_schema_that_is_no_number_is_refused_like_an_unknown_one(schema: object) -> None:
+    """An array compares element by element: its comparison with a number is no truth value."""
+    with pytest.raises(CodecError, match="schema version"):
+        decode(pack({"schema": schema, "kind": "prompt_task", "body": {}}))
