@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-import torch
-
-from async_rl.config import RunConfig
 from async_rl.registry.redis_registry import RedisRegistry
+from async_rl.trainer.assemble import make_learner
 from async_rl.trainer.distributed import Ranks, joined_ranks
 from async_rl.trainer.learner import Learner
 from async_rl.trainer.loop import TrainerLoop, TrainerResult
-from async_rl.trainer.policy import PolicyOptions, load_policy
 from workers.arguments import RoleArguments, role_main
 from workers.connect import STOPPED, connect, run_until_stopped
 
@@ -31,28 +28,14 @@ def plan(arguments: RoleArguments) -> dict[str, str]:
 def run(arguments: RoleArguments) -> None:
     """Join the ranks, load the policy, train (rank 0) or follow."""
     config = arguments.config.trainer
-    torch.set_num_threads(config.num_threads)
-    torch.use_deterministic_algorithms(config.device == "cpu")
     with joined_ranks(config.world_size, device=config.device, timeout_s=config.idle_timeout_s) as ranks:
-        options = PolicyOptions(
-            dtype=getattr(torch, config.dtype),
-            chunk_tokens=config.logprob_chunk_tokens,
-            activation_checkpointing=config.activation_checkpointing,
-            measure_rounding=rounds(arguments.config),
-        )
-        policy = load_policy(arguments.config.model.path, options=options, mesh=ranks.mesh)
-        learner = Learner(arguments.config, policy, ranks)
+        learner = make_learner(arguments.config, ranks)
         if not ranks.is_first:
             learner.follow()
             return
         result = asyncio.run(_lead(arguments, learner, ranks))
     if not result.finished:
         raise SystemExit(STOPPED)
-
-
-def rounds(config: RunConfig) -> bool:
-    """Whether trainer, wire or engine rounds to bfloat16, so that engine and trainer cannot agree to float32's precision."""
-    return "bfloat16" in {config.trainer.dtype, config.weights.wire_dtype, config.rollout.dtype}
 
 
 async def _lead(arguments: RoleArguments, learner: Learner, ranks: Ranks) -> TrainerResult:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from async_rl.algorithms.staleness import GroupVerdict, Stragglers, TooOld, judge, must_wait_for, oldest_version
+from async_rl.config.run import RunConfig
 from async_rl.errors import CodecError, EpochFenced
 from async_rl.logs import Event, get_logger
 from async_rl.run_dir.intake_log import Compaction, IntakeLog, Position, task_ends
@@ -31,6 +32,17 @@ class BatchSettings:
     stragglers: Stragglers
     seed: int
     on_wait_timeout: TooOld = "drop"
+
+    @staticmethod
+    def from_config(config: RunConfig) -> BatchSettings:
+        return BatchSettings(
+            groups_per_step=config.trainer.groups_per_step,
+            steps_per_batch=config.trainer.steps_per_batch,
+            max_lag=config.staleness.max_lag,
+            stragglers=config.staleness.stragglers,
+            on_wait_timeout=config.staleness.on_wait_timeout,
+            seed=config.seed,
+        )
 
     @property
     def too_old(self) -> TooOld:

@@ -158,7 +158,7 @@ class TrainerLoop:
         self._log.info(
             Event.EPOCH_RAISED, epoch=self._epoch, checkpoint_version=progress.version, segments=len(log.index.sealed)
         )
-        intake = Intake(self._streams, log, self._batch_settings())
+        intake = Intake(self._streams, log, BatchSettings.from_config(self._config))
         progress.issued = max(progress.issued, log.index.issued or 0)
         self._trained_through = progress.groups_trained
         checkpoints = self._make_checkpoints(intake, progress)
@@ -489,17 +489,6 @@ class TrainerLoop:
         last = next(iter(deque(read_json_lines(self._layout.metrics_jsonl), maxlen=1)), None)
         self._clock.before = float(last["seconds"]) if last and last.get("seconds") else 0.0
         return _Metrics(JsonLinesWriter(self._layout.metrics_jsonl), -1 if last is None else int(last["record"]))
-
-    def _batch_settings(self) -> BatchSettings:
-        config = self._config
-        return BatchSettings(
-            groups_per_step=config.trainer.groups_per_step,
-            steps_per_batch=config.trainer.steps_per_batch,
-            max_lag=config.staleness.max_lag,
-            stragglers=config.staleness.stragglers,
-            on_wait_timeout=config.staleness.on_wait_timeout,
-            seed=config.seed,
-        )
 
 
 class _Metrics:
