@@ -1,0 +1,29 @@
+"""A learner out of a config: what a trainer rank and a replay do alike."""
+
+from __future__ import annotations
+
+import torch
+
+from async_rl.config.run import RunConfig
+from async_rl.trainer.distributed import Ranks
+from async_rl.trainer.learner import Learner
+from async_rl.trainer.policy import PolicyOptions, load_policy
+
+
+def make_learner(config: RunConfig, ranks: Ranks) -> Learner:
+    """Load the policy of model.path, sharded over `ranks`. Every rank calls it. Raises: ConfigError, DataError."""
+    trainer = config.trainer
+    torch.set_num_threads(trainer.num_threads)
+    torch.use_deterministic_algorithms(trainer.device == "cpu")
+    options = PolicyOptions(
+        dtype=getattr(torch, trainer.dtype),
+        chunk_tokens=trainer.logprob_chunk_tokens,
+        activation_checkpointing=trainer.activation_checkpointing,
+        measure_rounding=rounds(config),
+    )
+    return Learner(config, load_policy(config.model.path, options=options, mesh=ranks.mesh), ranks)
+
+
+def rounds(config: RunConfig) -> bool:
+    """Whether trainer, wire or engine rounds to bfloat16, so that engine and trainer cannot agree to float32's precision."""
+    return "bfloat16" in {config.trainer.dtype, config.weights.wire_dtype, config.rollout.dtype}
