@@ -1,8 +1,8 @@
 """How many messages a second go from process to process through Redis, with everything that a run needs around them.
 
-ours      lease the task, encode, publish (Lua), read COUNT 64 behind the fence, decode, finish (Lua), heartbeats
+ours      lease the task, encode, publish (Lua), read COUNT 256 behind the fence, decode, finish (Lua), heartbeats
 baseline  pickled lists, one XADD each, XREAD COUNT 1
-redis     the limit of the server: the same bytes, XADD in pipelines of 64, XREADGROUP COUNT 64, XACK; no coding
+redis     the limit of the server: the same bytes, XADD in pipelines of 256, XREADGROUP COUNT 256, XACK; no coding
 zmq       the limit of a pipe: the same bytes over PUSH/PULL on ipc; no coding, nothing kept
 
 All four take turns on one server (unix socket, AOF). `value` and `baseline` are messages a second, medians over the rounds;
@@ -40,7 +40,7 @@ from protocol.redis_streams import RedisStreams
 from protocol.streams import Finished, IssuedTask, Publication, Stream
 from protocol.versions import VersionSpan
 
-BATCH = 64
+BATCH = 256  # as RedisStreams sends at most
 PROMPT_TOKENS = 64
 NUM_DISTINCT = 32
 JOIN_TIMEOUT_S = 120.0
