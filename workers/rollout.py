@@ -79,6 +79,7 @@ def _group_rollout(arguments: RoleArguments, engine: TorchEngine) -> GroupRollou
         worker_id=arguments.worker_id,
         stop_token_ids=stop_token_ids(config.model.path, tokenizer),
         score=score if config.reward.placement == "inline" else None,
+        observe_timeout_s=config.reward.timeout_s,
         skip_long_prompts=config.data.on_long_prompt == "skip",
     )
 

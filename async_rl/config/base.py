@@ -6,6 +6,13 @@ from pydantic import BaseModel, ConfigDict
 
 
 class StrictModel(BaseModel):
-    """Frozen; refuses unknown keys and silent conversions. A field's docstring is its documentation."""
+    """Frozen; refuses unknown keys, silent conversions and infinite numbers. A field's docstring is its documentation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        validate_default=True,
+    )

@@ -116,13 +116,19 @@ def _schedule(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _betas(config: RunConfig) -> Iterator[str]:
+    for index, beta in enumerate(config.trainer.betas):
+        if not 0 <= beta < 1:
+            yield f"trainer.betas[{index}]={beta} is no decay rate of AdamW; it must be at least 0 and below 1"
+
+
 def _redis(config: RunConfig) -> Iterator[str]:
     schemes = ("redis://", "rediss://", "unix://")
     if config.redis.url != "embedded" and not config.redis.url.startswith(schemes):
         shown = config.redis.url.partition("@")[2] or config.redis.url
         yield f"redis.url={shown!r} is no address of a server; use 'embedded' or one that starts with {', '.join(schemes)}"
     if "?" in config.redis.url and "password=" in config.redis.url.partition("?")[2]:
-        yield "redis.url has its password behind the '?', where logs of other programs show it; write user:password@ before the host"
+        yield "redis.url has its password behind the '?', where other logs show it; write user:password@ before the host"
     redis = config.redis
     files = {"ca_file": redis.ca_file, "cert_file": redis.cert_file, "key_file": redis.key_file}
     for name, path in files.items():
@@ -154,6 +160,7 @@ CHECKS: Sequence[Check] = (
     _rewards,
     _data,
     _schedule,
+    _betas,
     _redis,
     _world_size,
 )

@@ -46,7 +46,7 @@ class RewardConfig(StrictModel):
     workers: int = Field(1, ge=1)
     """Reward worker processes, with placement = workers."""
     timeout_s: float = Field(30.0, gt=0)
-    """A score that takes longer is invalid (never 0)."""
+    """A score, or an environment's answer to a turn, that takes longer makes the reward invalid (never 0)."""
     max_concurrent: int = Field(64, ge=1)
     """Groups that one reward worker scores at a time."""
 

@@ -20,8 +20,8 @@ class StalenessConfig(StrictModel):
     wait_timeout_s: float = Field(300.0, gt=0)
     """With stragglers = wait: a step that has all its groups waits this long for stragglers, then goes on without them."""
     on_wait_timeout: Literal["mask", "drop"] = "drop"
-    """With stragglers = wait: `drop` or `mask` what comes too old all the same (after wait_timeout_s, or from a worker that lost
-    its lease)."""
+    """With stragglers = wait: `drop` or `mask` what comes too old all the same (after wait_timeout_s, or from a worker that
+    lost its lease)."""
 
 
 class AlgorithmConfig(StrictModel):

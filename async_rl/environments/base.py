@@ -44,7 +44,10 @@ class Environment(Protocol):
     """Scores episodes, and may answer a turn with an observation. One instance serves all episodes of a worker."""
 
     async def observe(self, episode: Episode) -> str | None:
-        """The text that follows the last turn (its tokens are never trained), or None: the episode is over."""
+        """The text that follows the last turn (its tokens are never trained), or None: the episode is over.
+
+        Raising is allowed: the episode ends there, and its reward is *invalid*, with the error's type.
+        """
         ...
 
     async def score(self, episode: Episode) -> Reward:

@@ -28,7 +28,7 @@ class PromptReward:
     async def score(self, episode: Episode) -> Reward:
         prompt = episode.task.prompt
         row = {**episode.task.columns, "prompt": prompt if isinstance(prompt, str) else list(prompt)}
-        result = await call(self._function, episode.completion, row)
+        result = _plain(await call(self._function, episode.completion, row))
         if isinstance(result, Reward):
             return result
         if isinstance(result, numbers.Real):
@@ -37,3 +37,9 @@ class PromptReward:
             f"the reward function returned {type(result).__name__} {result!r:.200}; it must return a number or a Reward",
             "NotANumber",
         )
+
+
+def _plain(result: Any) -> Any:
+    """A scalar of numpy or torch (a bool_, a tensor without dimensions) as Python's own; everything else as it is."""
+    is_scalar = getattr(result, "ndim", None) == 0 and callable(getattr(result, "item", None))
+    return result.item() if is_scalar else result

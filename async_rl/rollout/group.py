@@ -12,6 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from async_rl.environments.base import Environment, Episode, TurnText
+from async_rl.environments.calls import call
 from async_rl.errors import DataError
 from async_rl.rollout.engine import Completion, RolloutEngine
 from protocol.messages import (
@@ -93,6 +94,14 @@ class _Draft:
         self.observations.append(text)
 
 
+class _ObserveFailed(Exception):
+    """The environment could not answer a turn."""
+
+    def __init__(self, reason: str, error_type: str) -> None:
+        super().__init__(reason)
+        self.error_type = error_type
+
+
 def _turn_spans(start: int, completion: Completion) -> tuple[VersionSpan, ...]:
     versions, kv_versions = completion.versions, completion.kv_versions
     count = len(versions)
@@ -101,13 +110,15 @@ def _turn_spans(start: int, completion: Completion) -> tuple[VersionSpan, ...]:
     return spans_from_tokens(range(start, start + count), versions.tolist(), kv_versions.tolist())
 
 
+_LONGEST_REASON = 500
 Score: TypeAlias = Callable[[Episode], Awaitable[Reward]]
 
 
 class GroupRollout:
     """Turns tasks into groups with one engine, one tokenizer and one environment.
 
-    score: scores a finished episode here; None leaves the group unscored, for reward workers.
+    score: scores a finished episode here; None leaves the group unscored, for reward workers. observe_timeout_s: an
+    environment that takes longer to answer a turn has failed; what it fails at ends as invalid, and the group goes on.
     """
 
     def __init__(
@@ -120,6 +131,7 @@ class GroupRollout:
         worker_id: str,
         stop_token_ids: Sequence[int],
         score: Score | None,
+        observe_timeout_s: float | None = None,
         skip_long_prompts: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -130,6 +142,7 @@ class GroupRollout:
         self._worker_id = worker_id
         self._stop_token_ids = tuple(stop_token_ids)
         self._score = score
+        self._observe_timeout_s = observe_timeout_s
         self._skip_long_prompts = skip_long_prompts
         self._clock = clock
         self._last_served = 0
@@ -160,7 +173,13 @@ class GroupRollout:
         """Prompt ids. Text gets the tokenizer's special tokens; a chat template brings its own, so none are added twice."""
         if isinstance(task.prompt, str):
             return self._tokenizer.encode(task.prompt, add_special_tokens=True)
-        text = self._tokenizer.apply_chat_template(list(task.prompt), add_generation_prompt=True, tokenize=False)
+        try:
+            text = self._tokenizer.apply_chat_template(list(task.prompt), add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # no template, or one that cannot render these messages: its own kinds of errors
+            raise DataError(
+                f"task {task.task_id}: the tokenizer's chat template cannot render the prompt ({type(error).__name__}: "
+                f"{' '.join(str(error).split())}); give text prompts, or a model with a template that can"
+            ) from error
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _has_room(self, task: PromptTask, prompt_ids: Sequence[int]) -> bool:
@@ -198,7 +217,11 @@ class GroupRollout:
             draft.add_turn(completion, self._tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True))
             if completion.finish_reason is FinishReason.ABORTED:
                 return self._seal(draft, FinishReason.ABORTED, None, 0.0)
-            if not await self._observe(task, index, draft):
+            try:
+                goes_on = await self._observe(task, index, draft)
+            except _ObserveFailed as error:
+                return self._seal(draft, draft.turns[-1].finish_reason, Reward.invalid(str(error), error.error_type), 0.0)
+            if not goes_on:
                 break
             (completion,) = await self._engine.generate(draft.token_ids, [self._turn_sampling(draft)])
         started = self._clock()
@@ -206,11 +229,11 @@ class GroupRollout:
         return self._seal(draft, draft.turns[-1].finish_reason, reward, self._clock() - started)
 
     async def _observe(self, task: PromptTask, index: int, draft: _Draft) -> bool:
-        """Append the environment's answer to the last turn. False: the trajectory is over."""
+        """Append the environment's answer to the last turn. False: the trajectory is over. Raises: _ObserveFailed."""
         if len(draft.turns) >= self._limits.max_turns or draft.turns[-1].finish_reason is FinishReason.LENGTH:
             return False
         started = self._clock()
-        text = await self._environment.observe(draft.episode(task, index))
+        text = await self._answer(draft.episode(task, index))
         draft.environment_s += self._clock() - started
         if text is None:
             return False
@@ -219,6 +242,23 @@ class GroupRollout:
             return False
         draft.add_observation(text, token_ids)
         return True
+
+    async def _answer(self, episode: Episode) -> str | None:
+        """What the environment says to the last turn. Its failure is not the worker's, nor a reward of 0."""
+        scope = asyncio.timeout(self._observe_timeout_s)
+        try:
+            async with scope:
+                text = await call(self._environment.observe, episode)
+        except TimeoutError as error:
+            if scope.expired():
+                raise _ObserveFailed(f"no answer within reward.timeout_s={self._observe_timeout_s:g}", "timeout") from error
+            raise _ObserveFailed(f"observe raised TimeoutError: {error}", "TimeoutError") from error
+        except (Exception, SystemExit) as error:  # an environment must not end its worker
+            name = type(error).__name__
+            raise _ObserveFailed(f"observe raised {name}: {error}"[:_LONGEST_REASON], name) from error
+        if text is not None and not isinstance(text, str):
+            raise _ObserveFailed(f"observe returned {type(text).__name__} {text!r:.200}; it must be text or None", "NotText")
+        return text
 
     def _seal(self, draft: _Draft, finish: FinishReason, reward: Reward | None, reward_s: float) -> Trajectory:
         if not draft.turns and reward is None:

@@ -79,6 +79,7 @@ class RolloutLoop:
         self._finished: asyncio.Queue[tuple[Delivery, PromptTask, TrajectoryGroup]] = asyncio.Queue()
         self._room = asyncio.Event()
         self._served = False
+        self._said_invalid: set[str] = set()
         self._stopping = asyncio.Event()
         self._usage = _Usage(clock)
         self._run_end = RunEnd(streams, reopen_wait_s=settings.reopen_wait_s, clock=clock)
@@ -195,7 +196,19 @@ class RolloutLoop:
             return
         group = await self._sample(task)
         self._usage.count(group)
+        self._say_invalid(group)
         self._finished.put_nowait((delivery, task, group))
+
+    def _say_invalid(self, group: TrajectoryGroup) -> None:
+        """Why something could not be scored: the first of each kind of error aloud, the others for whoever listens closely."""
+        for member, trajectory in enumerate(group.trajectories):
+            reward = trajectory.reward
+            if reward is None or reward.is_valid:
+                continue
+            kind = reward.error_type or "unknown"
+            say = self._log.debug if kind in self._said_invalid else self._log.warning
+            self._said_invalid.add(kind)
+            say(Event.REWARD_INVALID, task_id=group.task_id, member=member, error_type=kind, reason=reward.invalid_reason)
 
     async def _sample(self, task: PromptTask) -> TrajectoryGroup:
         """Sample the group; an engine whose weights were withdrawn starts it again when it serves a proven version."""

@@ -40,6 +40,8 @@ def test_defaults_pass():
         ),
         ({"environment": {"name": "m:"}}, ["environment.name='m:'", "module:name"]),
         ({"trainer": {"warmup_steps": 10, "max_steps": 10}}, ["warmup_steps=10", "max_steps=10"]),
+        ({"trainer": {"betas": (0.9, 1.0)}}, ["trainer.betas[1]=1.0", "below 1"]),
+        ({"trainer": {"betas": (-0.1, 0.9)}}, ["trainer.betas[0]=-0.1", "at least 0"]),
         ({"redis": {"url": "http://host"}}, ["redis.url", "redis://", "embedded"]),
         ({"trainer": {"world_size": 9, "groups_per_step": 1}}, ["world_size=9", "8 trajectories"]),
     ],

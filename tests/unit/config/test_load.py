@@ -206,6 +206,13 @@ def test_text_that_fits_no_type_names_the_flag(text):
     assert f"(--trainer.max_steps={text})" in refusal(None, f"--trainer.max_steps={text}")
 
 
+@pytest.mark.parametrize("flag", ["--trainer.learning_rate=inf", "--redis.lease_s=inf", "--trainer.betas=[0.9,inf]"])
+def test_an_infinite_number_is_refused_by_name(flag):
+    message = refusal(None, flag)
+    assert flag in message
+    assert "finite" in message
+
+
 def test_all_problems_are_listed_one_line_each(toml):
     path = toml("learning_rate = 1\n[trainer]\nmax_steps = 'x'\nnum-epochs = 2\n")
     lines = refusal(path, "--rollout.kv=x").splitlines()

@@ -20,7 +20,9 @@ from protocol.memory_streams import MemoryStreams
 from protocol.messages import FinishReason, Reward, TrajectoryGroup
 from protocol.streams import IssuedTask, Publication, Stream
 
-SETTINGS = RewardSettings(worker_id="reward-0", max_concurrent=4, lease_s=3600.0, drain_s=60.0, max_deliveries=3, reopen_wait_s=0.0)
+SETTINGS = RewardSettings(
+    worker_id="reward-0", max_concurrent=4, lease_s=3600.0, drain_s=60.0, max_deliveries=3, reopen_wait_s=0.0
+)
 
 
 def _letters(ids: Sequence[int]) -> str:

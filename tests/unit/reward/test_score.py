@@ -60,6 +60,19 @@ async def test_numbers_of_other_libraries_become_plain_floats() -> None:
     assert reward == Reward(0.5, {"n": 3.0})
 
 
+@pytest.mark.parametrize("value", [True, np.bool_(True), np.float64(1), np.array(1.0), 1])
+async def test_a_reward_function_may_return_any_kind_of_number(value: object) -> None:
+    reward = await score_episode(PromptReward(lambda completion, row: value), _episode("a", 0), 30.0)
+    assert (reward, type(reward.value)) == (Reward(1.0), float)
+
+
+@pytest.mark.parametrize("value", [None, "1.0", np.ones(2), np.ones(1), [1.0], float("inf"), np.array(float("nan")), 10**400])
+async def test_what_a_reward_function_returns_else_is_invalid(value: object) -> None:
+    reward = await score_episode(PromptReward(lambda completion, row: value), _episode("a", 0), 30.0)
+    assert not reward.is_valid
+    assert reward.error_type in {"NotANumber", "NotFinite", "OverflowError"}
+
+
 async def test_a_verifier_that_raises_is_invalid_and_counted_by_type_while_the_others_keep_their_rewards() -> None:
     def verify(completion: str, row: dict[str, Any]) -> float:
         return {"right": 1.0, "wrong": 0.0}[completion]

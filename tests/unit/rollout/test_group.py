@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import inspect
+from collections.abc import Callable, Sequence
+from typing import cast
 
+import msgspec
 import pytest
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models
@@ -42,7 +46,12 @@ class Turns(Environment):
 
 
 def rollout(
-    script: Script, environment: Environment, *, scored: bool = True, **limits: int
+    script: Script,
+    environment: Environment,
+    *,
+    scored: bool = True,
+    observe_timeout_s: float | None = None,
+    **limits: int,
 ) -> tuple[GroupRollout, ScriptedEngine]:
     engine = ScriptedEngine(script, max_context=32)
     bounds = RolloutLimits(**{"max_turns": 4, "max_context": 32, "max_new_tokens": 8, **limits})
@@ -54,6 +63,7 @@ def rollout(
         worker_id="w",
         stop_token_ids=[EOS],
         score=environment.score if scored else None,
+        observe_timeout_s=observe_timeout_s,
         clock=lambda: 5.0,
     )
     return one, engine
@@ -142,3 +152,63 @@ async def test_an_engine_without_a_served_version_refuses() -> None:
     one = GroupRollout(engine, merging_tokenizer(), Turns([]), LIMITS, worker_id="w", stop_token_ids=[EOS], score=None)
     with pytest.raises(NotServing):
         await one.run(make_task(prompt="x", group_size=1))
+
+
+class Failing(Turns):
+    """Cannot answer the first turn of member 1."""
+
+    def __init__(self, fail: Callable[[], object]) -> None:
+        super().__init__(["x"])
+        self._fail = fail
+
+    async def observe(self, episode: Episode) -> str | None:
+        if episode.index == 1:
+            result = self._fail()
+            return await result if inspect.isawaitable(result) else result  # type: ignore[return-value]  # what users do
+        return await super().observe(episode)
+
+
+def breaks() -> object:
+    raise KeyError("no such tool")
+
+
+def exits() -> object:
+    raise SystemExit(0)
+
+
+@pytest.mark.parametrize(
+    ("fail", "error_type", "reason"),
+    [
+        (breaks, "KeyError", "observe raised KeyError: 'no such tool'"),
+        (exits, "SystemExit", "observe raised SystemExit: 0"),
+        (lambda: 7, "NotText", "observe returned int 7; it must be text or None"),
+        (lambda: asyncio.sleep(60), "timeout", "no answer within reward.timeout_s=0.01"),
+    ],
+)
+async def test_an_environment_that_cannot_answer_makes_its_member_invalid_and_the_group_goes_on(
+    fail: Callable[[], object], error_type: str, reason: str
+) -> None:
+    for scored in (True, False):
+        one, _ = rollout(always(A, B), Failing(fail), scored=scored, observe_timeout_s=0.01)
+        first, second = (await one.run(make_task(prompt="x", group_size=2))).trajectories
+        assert first.reward == (Reward(2.0) if scored else None)
+        assert second.reward == Reward.invalid(reason, error_type)
+        assert second.token_ids.tolist() == [X, A, B]
+        assert [turn.finish_reason for turn in second.turns] == [FinishReason.STOP]
+
+
+async def test_an_environment_may_be_plain_functions() -> None:
+    class Plain:
+        def observe(self, episode: Episode) -> str | None:
+            return "x" if len(episode.turns) == 1 else None
+
+    one, _ = rollout(always(A), cast(Environment, Plain()), scored=False)
+    (trajectory,) = (await one.run(make_task(prompt="x", group_size=1))).trajectories
+    assert trajectory.token_ids.tolist() == [X, A, X, A]
+
+
+async def test_messages_without_a_template_that_can_render_them_are_named() -> None:
+    one, _ = rollout(always(A), Turns([]))
+    task = msgspec.structs.replace(make_task(group_size=1), prompt=({"role": "user", "content": "x"},))
+    with pytest.raises(DataError, match=r"task test:0:0:0: the tokenizer's chat template cannot render .*text prompts"):
+        await one.run(task)
