@@ -124,6 +124,8 @@ def test_a_servers_password_is_handed_over_and_never_written(config: RunConfig, 
         ("unix:///tmp/redis.sock", "unix:///tmp/redis.sock"),
         ("redis://:secret@host:6379/2", "redis://host:6379/2"),
         ("rediss://me:se:cr@et@host/0?timeout=3", "rediss://me@host/0?timeout=3"),
+        ("unix://:secret@/tmp/redis.sock", "unix:///tmp/redis.sock"),
+        ("unix://me:secret@/tmp/redis.sock", "unix://me@/tmp/redis.sock"),
     ],
 )
 def test_only_the_password_leaves_an_address(url: str, shown: str) -> None:
