@@ -43,6 +43,11 @@ def test_defaults_pass():
         ({"trainer": {"betas": (0.9, 1.0)}}, ["trainer.betas[1]=1.0", "below 1"]),
         ({"trainer": {"betas": (-0.1, 0.9)}}, ["trainer.betas[0]=-0.1", "at least 0"]),
         ({"redis": {"url": "http://host"}}, ["redis.url", "redis://", "embedded"]),
+        ({"redis": {"url": "redis://h?password=s"}}, ["redis.url", "before the host"]),
+        ({"redis": {"url": "redis://h", "ca_file": "/ca.pem"}}, ["redis.ca_file='/ca.pem'", "without TLS", "rediss://"]),
+        ({"redis": {"url": "rediss://h", "ca_file": "/none.pem"}}, ["redis.ca_file='/none.pem' is no file"]),
+        ({"redis": {"url": "rediss://h", "cert_file": __file__}}, ["redis.cert_file is set", "redis.key_file is not"]),
+        ({"redis": {"url": "rediss://h", "key_file": __file__}}, ["redis.key_file is set", "redis.cert_file is not"]),
         ({"trainer": {"world_size": 9, "groups_per_step": 1}}, ["world_size=9", "8 trajectories"]),
     ],
 )
