@@ -836,6 +836,41 @@ async def test_a_holder_whose_entries_were_trimmed_away_leaves_nothing_pending_e
     assert (await streams.depths())[Stream.TASKS].pending == 1
 
 
+async def test_one_task_of_many_that_vanishes_with_its_worker_is_done_by_another(queue: Queue) -> None:
+    streams = queue.streams
+    names = [f"t{number}" for number in range(128)]
+    await _issue(streams, *names)
+    for worker in ("stays", "vanishes"):
+        await streams.heartbeat(worker, "rollout", ttl_s=60)
+    await streams.read(Stream.TASKS, "vanishes", count=1, block_s=0)
+    rest = await streams.read(Stream.TASKS, "stays", count=200, block_s=0)
+    assert await streams.publish(_publications(rest)) == [True] * 127
+    assert list(await streams.claim(Stream.TASKS, "stays", count=9)) == []
+    await queue.lose_lease("vanishes")
+    assert await streams.publish(_publications(await streams.claim(Stream.TASKS, "stays", count=9))) == [True]
+    groups = await streams.read_groups(await streams.raise_epoch(0), count=200, block_s=0)
+    assert sorted(map(str, _ids(groups))) == sorted(names)
+
+
+async def test_in_memory_too_nothing_is_claimed_before_everybody_had_a_lease_to_renew() -> None:
+    now = [100.0]
+    streams = MemoryStreams(now=lambda: now[0], lease_s=10.0)
+    await streams.open()
+    await _issue(streams, "a")
+    for worker in ("w0", "w1"):
+        await streams.heartbeat(worker, "rollout", ttl_s=10)
+    await streams.read(Stream.TASKS, "w0", count=1, block_s=0)
+    now[0] += 30  # away
+    assert list(await streams.claim(Stream.TASKS, "w1", count=1)) == []
+    await streams.heartbeat("w1", "rollout", ttl_s=10)
+    for _ in range(5):
+        now[0] += 1.9
+        await streams.heartbeat("w1", "rollout", ttl_s=10)
+        assert list(await streams.claim(Stream.TASKS, "w1", count=1)) == []
+    now[0] += 1.0  # w0 did not take its chance
+    assert _ids(await streams.claim(Stream.TASKS, "w1", count=1)) == ["a"]
+
+
 # -- slow work -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("renews", [True, False])
 async def test_slow_work_is_done_once_if_its_lease_is_renewed_and_counts_once_if_it_is_not(queue: Queue, renews: bool) -> None:
