@@ -6,36 +6,31 @@ It waits for two things only, and says which: for groups, and (at the end) for t
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from async_rl.config.run import RunConfig
-from async_rl.errors import DeadlineExceeded
 from async_rl.logs import Event, get_logger
 from async_rl.registry.versions import VersionRegistry
-from async_rl.run_dir.files import JsonLinesWriter, read_json_lines
 from async_rl.run_dir.intake_log import IntakeLog, newest_epoch
 from async_rl.run_dir.layout import RunLayout
+from async_rl.trainer.accounts import FinishedPushes, StepLines, TrainerClock
 from async_rl.trainer.checkpoints import Checkpoints
 from async_rl.trainer.intake import BatchSettings, ComposedStep, Intake
 from async_rl.trainer.learner import Learner, Progress, StepResult
 from async_rl.trainer.step_metrics import group_metrics
-from async_rl.trainer.stragglers import StragglerWait
-from async_rl.weights.publisher import Publisher, PushRequest, PushStats
+from async_rl.trainer.waiting import BatchWait
+from async_rl.weights.publisher import Publisher, PushRequest
 from protocol.keys import trainer_consumer
 from protocol.streams import Delivery, RunState, Stream, Streams
 from protocol.whereabouts import whereabouts
 
-READ_COUNT = 64
+READ_COUNT = 256
 READ_BLOCK_S = 1.0
 LOOK_AROUND_S = 5.0  # a trainer that is never idle still finds what was left over
-SAY_WAITING_S = 10.0
-WAIT_SLICE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,44 +39,6 @@ class TrainerResult:
 
     policy_version: int
     finished: bool  # False: stopped before max_steps or the data's end
-
-
-@dataclass(slots=True)
-class _Clock:
-    """Where the trainer's time went, in seconds since this incarnation began training."""
-
-    now: Callable[[], float]
-    started: float = 0.0
-    waiting: float = 0.0
-    blocked_by_push: float = 0.0
-    blocked_by_checkpoints: float = 0.0
-    before: float = 0.0  # seconds of earlier incarnations
-
-    def start(self) -> None:
-        self.started = self.now()
-
-    @property
-    def elapsed(self) -> float:
-        return self.now() - self.started
-
-    @property
-    def idle_share(self) -> float:
-        return self.waiting / self.elapsed if self.elapsed > 0 else 0.0
-
-
-@dataclass(slots=True)
-class _Pushes:
-    """Pushes that ended since the last metrics line."""
-
-    finished: list[PushStats] = field(default_factory=list)
-
-    def add(self, stats: PushStats) -> None:
-        self.finished.append(stats)
-        get_logger().info(Event.PUSH_MEASURED, **stats.to_record())
-
-    def take(self) -> list[dict[str, Any]]:
-        taken, self.finished = self.finished, []
-        return [stats.to_record() for stats in taken]
 
 
 @dataclass(slots=True)
@@ -122,19 +79,16 @@ class TrainerLoop:
         self._worker_id = worker_id
         self._now = now
         self._log = get_logger()
-        self._clock = _Clock(now)
-        self._pushes = _Pushes()
-        self._stragglers = StragglerWait(streams, config.staleness, now=now)
-        self._arrived = asyncio.Event()
-        self._stopping = asyncio.Event()
+        self._clock = TrainerClock(now)
+        self._pushes = FinishedPushes()
+        self._wait = BatchWait(config, streams, registry, idle=learner.idle, now=now)
         self._epoch = 0
         self._trained_through = 0
         self._recent: list[list[int]] = []
 
     def stop(self) -> None:
         """Finish the current step, write a checkpoint, end."""
-        self._stopping.set()
-        self._arrived.set()
+        self._wait.stop()
 
     async def run(self) -> TrainerResult:
         """Train until max_steps, the data's end or `stop()`.
@@ -162,7 +116,8 @@ class TrainerLoop:
         progress.issued = max(progress.issued, log.index.issued or 0)
         self._trained_through = progress.groups_trained
         checkpoints = self._make_checkpoints(intake, progress)
-        metrics = self._open_metrics()
+        metrics = StepLines(self._layout.metrics_jsonl)
+        self._clock.before = metrics.seconds
         publisher = Publisher(self._registry, self._config, epoch=self._epoch, on_complete=self._pushes.add)
         self._clock.start()
         try:
@@ -193,12 +148,12 @@ class TrainerLoop:
         server = await self._streams.server_id()
         while held := await self._streams.take_over(self._epoch, count=READ_COUNT):
             if await intake.take_in(held):
-                self._arrived.set()
+                self._wait.arrived.set()
         looked = self._now()
         while True:
             deliveries = await self._streams.read_groups(self._epoch, count=READ_COUNT, block_s=READ_BLOCK_S)
             if deliveries and await intake.take_in(deliveries):
-                self._arrived.set()
+                self._wait.arrived.set()
             if deliveries and self._now() - looked < LOOK_AROUND_S:
                 continue
             looked = self._now()
@@ -206,7 +161,7 @@ class TrainerLoop:
             await self._bury_dead(intake)
             left_over = await self._left_over()
             if left_over and await intake.take_in(left_over):
-                self._arrived.set()
+                self._wait.arrived.set()
 
     async def _left_over(self) -> Sequence[Delivery]:
         """What this trainer was given but never saw (a lost reply), else what consumers of older epochs still hold."""
@@ -244,7 +199,7 @@ class TrainerLoop:
             progress.cursor, progress.issued = counters.cursor, max(progress.issued, counters.issued)
 
     # -- steps -------------------------------------------------------------------------------------------------------
-    async def _replay(self, intake: Intake, progress: Progress, metrics: _Metrics) -> _Batch | None:
+    async def _replay(self, intake: Intake, progress: Progress, metrics: StepLines) -> _Batch | None:
         """Train what the log recorded after the checkpoint: same groups, same order, same verdicts.
 
         Returns: the batch whose steps are not all recorded yet, if the log ends inside one.
@@ -265,18 +220,19 @@ class TrainerLoop:
         return batch if batch is not None and batch.done < len(batch.steps) else None
 
     async def _train(
-        self, intake: Intake, progress: Progress, publisher: Publisher, metrics: _Metrics, checkpoints: Checkpoints
+        self, intake: Intake, progress: Progress, publisher: Publisher, metrics: StepLines, checkpoints: Checkpoints
     ) -> TrainerResult:
         max_steps = self._config.trainer.max_steps
-        while progress.version < max_steps and not self._stopping.is_set():
+        while progress.version < max_steps and not self._wait.stopping.is_set():
             steps = min(self._config.trainer.steps_per_batch, max_steps - progress.version)
-            batch, waited_s = await self._wait_for_batch(intake, progress, steps)
+            batch, waited_s = await self._wait.draw(intake, self._epoch, progress.version, steps)
+            self._clock.waiting += waited_s if batch else 0.0
             if not batch:
                 break
             await self._train_batch(_Batch(batch[0], batch[1:]), waited_s, intake, progress, publisher, metrics)
             await checkpoints.write_if_due(progress)
             self._clock.blocked_by_checkpoints = checkpoints.blocked_s
-        return TrainerResult(progress.version, finished=not self._stopping.is_set())
+        return TrainerResult(progress.version, finished=not self._wait.stopping.is_set())
 
     async def _train_batch(
         self,
@@ -285,7 +241,7 @@ class TrainerLoop:
         intake: Intake,
         progress: Progress,
         publisher: Publisher,
-        metrics: _Metrics,
+        metrics: StepLines,
     ) -> None:
         """Train the steps of a batch that are not done yet."""
         steps = batch.steps
@@ -301,7 +257,7 @@ class TrainerLoop:
             waited_s = 0.0
 
     async def _apply(
-        self, step: ComposedStep, intake: Intake, progress: Progress, metrics: _Metrics, *, waited_s: float, replayed: bool
+        self, step: ComposedStep, intake: Intake, progress: Progress, metrics: StepLines, *, waited_s: float, replayed: bool
     ) -> bool:
         """Train one recorded step and account for it. False: nothing was applied."""
         progress.records_applied = step.record.step + 1
@@ -348,65 +304,6 @@ class TrainerLoop:
         self._clock.blocked_by_push += self._now() - started
         if blocking:
             self._log.info(Event.VERSION_ANNOUNCED, version=progress.version, epoch=self._epoch)
-
-    # -- waiting -----------------------------------------------------------------------------------------------------
-    async def _wait_for_batch(self, intake: Intake, progress: Progress, steps: int) -> tuple[list[ComposedStep], float]:
-        """Wait until a batch can be drawn. An empty one: the data has ended, or stop() was called."""
-        started, said = self._now(), False
-        discarded = intake.discarded
-        while not self._stopping.is_set():
-            self._arrived.clear()
-            batch = await self._compose_unless_held(intake, progress.version, steps)
-            if intake.discarded != discarded:  # admission replaces what was ended
-                discarded = intake.discarded
-                await self._streams.report(self._epoch, discarded=discarded)
-            if not batch and await self._data_ended():
-                batch = await intake.compose_batch(progress.version, steps=steps, partial=True)
-                if not batch:
-                    break
-            waited = self._now() - started
-            if batch:
-                self._clock.waiting += waited
-                return batch, waited
-            said = await self._keep_waiting(waited, said, intake)
-        return [], self._now() - started
-
-    async def _compose_unless_held(self, intake: Intake, version: int, steps: int) -> list[ComposedStep]:
-        if await self._stragglers.holds(intake, version, steps=steps):
-            await intake.end_untrainable(version)
-            return []
-        return await intake.compose_batch(version, steps=steps, partial=False)
-
-    async def _keep_waiting(self, waited: float, said: bool, intake: Intake) -> bool:
-        """One slice of the wait for groups; says after a while, and gives up at the deadline, whom it waits for."""
-        limit = math.inf if self._stragglers.is_holding else self._config.trainer.idle_timeout_s
-        if waited >= limit or (waited >= SAY_WAITING_S and not said):
-            whom = await self._whom_it_waits_for(intake)
-            if waited >= limit:
-                raise DeadlineExceeded(f"no full batch for {waited:.0f} s (trainer.idle_timeout_s={limit:g}): {whom}")
-            self._log.warning(Event.WAITING, waiting_for=whom, seconds=round(waited, 1))
-            said = True
-        await asyncio.to_thread(self._learner.idle)
-        try:
-            async with asyncio.timeout(WAIT_SLICE_S):
-                await self._arrived.wait()
-        except TimeoutError:
-            pass
-        return said
-
-    async def _whom_it_waits_for(self, intake: Intake) -> str:
-        counters = await self._streams.counters()
-        state = await self._registry.state()
-        workers = {worker.worker_id for worker in await self._streams.workers() if worker.role == "rollout"}
-        engines = ", ".join(f"{e.engine_id} {e.status.value} v{e.serving_version}" for e in state.engines.values()) or "none"
-        return (
-            f"{intake.num_pending} groups waiting of {self._config.trainer.groups_per_step} needed, {counters.outstanding} "
-            f"tasks outstanding of {counters.issued} issued, {len(workers)} rollout workers alive, engines: {engines}"
-        )
-
-    async def _data_ended(self) -> bool:
-        counters = await self._streams.counters()
-        return counters.state is RunState.EXHAUSTED and counters.outstanding == 0 and not counters.has_losses
 
     # -- beginning and end -------------------------------------------------------------------------------------------
     async def _already_ended(self, progress: Progress) -> bool:
@@ -477,31 +374,10 @@ class TrainerLoop:
             "groups_dropped": intake.discarded,
             "groups_waiting": intake.num_pending,
             "wait_s": waited_s,
-            "straggler_wait_s": self._stragglers.take_waited_s(),
+            "straggler_wait_s": self._wait.stragglers.take_waited_s(),
             "train_s": train_s,
             "trainer_idle_share": self._clock.idle_share,
             "push_blocked_s": self._clock.blocked_by_push,
             "checkpoint_blocked_s": self._clock.blocked_by_checkpoints,
             "pushes": self._pushes.take(),
         }
-
-    def _open_metrics(self) -> _Metrics:
-        last = next(iter(deque(read_json_lines(self._layout.metrics_jsonl), maxlen=1)), None)
-        self._clock.before = float(last["seconds"]) if last and last.get("seconds") else 0.0
-        return _Metrics(JsonLinesWriter(self._layout.metrics_jsonl), -1 if last is None else int(last["record"]))
-
-
-class _Metrics:
-    """metrics.jsonl: a line per step record, once, however often a restart trains it again."""
-
-    def __init__(self, writer: JsonLinesWriter, newest_record: int) -> None:
-        self._writer = writer
-        self._newest_record = newest_record
-
-    def write(self, line: dict[str, Any]) -> None:
-        if line["record"] > self._newest_record:
-            self._newest_record = line["record"]
-            self._writer.write(line)
-
-    def close(self) -> None:
-        self._writer.close()
