@@ -46,13 +46,14 @@ def audit_index(run_id: str, index: LogIndex) -> Audit:
     """`audit` of an index that was read already."""
     ends = task_ends(index)
     waiting = len(index.groups.keys() - ends.keys())
+    issued = None if index.goes_on else index.issued
     known = len(ends.keys() | index.groups.keys())
     return Audit(
         run_id=run_id,
-        issued=index.issued,
+        issued=issued,
         ends={reason.value: count for reason, count in _per_reason(ends).items()},
         waiting=waiting,
-        lost=None if index.issued is None else index.issued - known,
+        lost=None if issued is None else issued - known,
         twice=trained_twice(index),
         warnings=tuple(index.warnings),
     )

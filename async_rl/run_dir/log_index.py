@@ -56,6 +56,8 @@ class LogIndex:
     """Tasks left over when the run ended."""
     issued: int | None = None
     """Tasks ever issued, as the newest end record says; None before the run's first end."""
+    goes_on: bool = False
+    """Whether something was recorded since the newest end record: the run was resumed, and `issued` is of its earlier end."""
     sealed: dict[str, int] = field(default_factory=dict)
     """Segment → bytes that count."""
     warnings: list[str] = field(default_factory=list)
@@ -79,6 +81,8 @@ class LogIndex:
         return self.steps[start - self.base_step :]
 
     def add(self, record: Record, start: Position) -> None:
+        if not isinstance(record, HeaderRecord):
+            self.goes_on = not isinstance(record, EndRecord)
         match record:
             case GroupRecord(task_id=task_id):
                 if task_id not in self.settled:
