@@ -83,8 +83,8 @@ def _splice(frame: bytes, random_: random.Random) -> bytes:
 
 
 def _pickle(frame: bytes, random_: random.Random) -> bytes:
-    wrapped = msgpack.packb({"schema": 1, "kind": "trajectory_group", "body": {"__pickle__": PICKLE_THAT_WOULD_RUN}})
-    numpy_way = msgpack.packb({"nd": True, "type": "O", "kind": "O", "shape": [1], "data": PICKLE_THAT_WOULD_RUN})
+    wrapped: bytes = msgpack.packb({"schema": 1, "kind": "trajectory_group", "body": {"__pickle__": PICKLE_THAT_WOULD_RUN}})
+    numpy_way: bytes = msgpack.packb({"nd": True, "type": "O", "kind": "O", "shape": [1], "data": PICKLE_THAT_WOULD_RUN})
     return random_.choice([PICKLE_THAT_WOULD_RUN, wrapped, numpy_way, PICKLE_THAT_WOULD_RUN + frame])
 
 
