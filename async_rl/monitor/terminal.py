@@ -59,8 +59,8 @@ class RunView:
             f"idle trainer {share(self._recent('trainer_idle_share'))}, rollout {share(rollout_idle_share(self._layout))}"
         )
 
-    def panel(self, roles: Sequence[RoleState], width: int) -> RenderableType:
-        """The whole picture, `width` columns wide."""
+    def panel(self, roles: Sequence[RoleState], width: int, *, over: bool = False) -> RenderableType:
+        """The whole picture, `width` columns wide. over: the run has ended, there is nothing left to stop."""
         last = self.history.last()
         rows = Table.grid(padding=(0, 2))
         rows.add_column(style="dim", no_wrap=True)
@@ -70,7 +70,8 @@ class RunView:
         rows.add_row("roles", _roles(roles))
         body = Group(self._progress(last, width - 4), Text(), rows)
         title = f"[bold]async-rl[/] [dim]{self._title}[/]"
-        return Panel(body, title=title, title_align="left", subtitle="[dim]Ctrl-C stops; --resume goes on[/]", width=width)
+        hint = None if over else "[dim]Ctrl-C stops; --resume goes on[/]"
+        return Panel(body, title=title, title_align="left", subtitle=hint, width=width)
 
     def _progress(self, last: StepMetrics | None, width: int) -> RenderableType:
         step = last.step if last else 0
@@ -121,9 +122,12 @@ class RunView:
     def _lag(self) -> Text:
         last = self.history.last()
         discarded = count(None if last is None else last.get("groups_dropped"))
-        text = f"mean {number(self._recent('lag_mean'), 1)}, max {count(self._maximum('lag_max'))} of {self._max_lag} allowed"
-        masked = self._recent("tokens_masked_share")
-        return Text(f"{text}; groups discarded {discarded}; tokens masked {share(masked)}")
+        highest = self._maximum("lag_max")
+        bound = f" of {self._max_lag} allowed"
+        if highest is not None and highest > self._max_lag and self._maximum("tokens_masked"):
+            bound = f" (tokens beyond {self._max_lag} masked)"  # a trajectory's lag is that of its oldest token, masked or not
+        text = f"mean {number(self._recent('lag_mean'), 1)}, max {count(highest)}{bound}"
+        return Text(f"{text}; groups discarded {discarded}; tokens masked {share(self._recent('tokens_masked_share'))}")
 
     def _recent(self, key: str) -> float | None:
         values = [value for step in self.history.steps[-RECENT:] if (value := step.get(key)) is not None]
@@ -147,7 +151,8 @@ def _roles(roles: Sequence[RoleState]) -> Text:
         color = {"running": "green", "done": "dim", "stopped": "dim", "restarting": "yellow"}.get(role.label, "red")
         text.append("● ", style=color).append(f"{role.name} ")
         if role.restarts:
-            text.append(f"×{role.restarts + 1} ", style="yellow")
+            times = "once" if role.restarts == 1 else f"{role.restarts} times"
+            text.append(f"(restarted {times}) ", style="yellow")
         if role.label != "running":
             text.append(f"{role.label} ", style=color)
         text.append(" ")
@@ -179,15 +184,15 @@ class LivePanel:
             self._draw()
 
     def close(self) -> None:
-        self._draw()
+        self._draw(over=True)
         self._live.stop()
 
-    def _draw(self) -> None:
+    def _draw(self, *, over: bool = False) -> None:
         if not self._started:
             self._live.start()
             self._started = True
         self._view.history.refresh()
-        self._live.update(self._view.panel(self._roles, min(MAX_WIDTH, self._console.width)), refresh=True)
+        self._live.update(self._view.panel(self._roles, min(MAX_WIDTH, self._console.width), over=over), refresh=True)
 
 
 class PlainLines:

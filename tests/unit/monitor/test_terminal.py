@@ -124,6 +124,39 @@ def test_the_panel_shows_everything_within_its_width(layout: RunLayout) -> None:
     assert max(len(shown.rstrip()) for shown in screen.text.splitlines()) <= 100
 
 
+@pytest.mark.parametrize(
+    ("lag_max", "masked", "said"),
+    [(4, 9, "max 4 of 4 allowed"), (6, 9, "max 6 (tokens beyond 4 masked)"), (6, 0, "max 6 of 4 allowed")],
+    ids=["within", "beyond, masked", "of an earlier, larger bound"],
+)
+def test_a_lag_above_the_bound_is_explained_by_masked_tokens(layout: RunLayout, lag_max: int, masked: int, said: str) -> None:
+    layout.metrics_jsonl.write_text(line(1, lag_max=lag_max, tokens_masked=masked, tokens_masked_share=masked / 100))
+    screen = Screen(terminal=False, width=120)
+    screen.console.print(view(layout).panel(RUNNING, 100))
+    assert said in screen.text
+
+
+@pytest.mark.parametrize(
+    ("restarts", "said"), [(0, "● trainer  ●"), (1, "● trainer (restarted once)"), (3, "(restarted 3 times)")]
+)
+def test_the_panel_counts_restarts_in_words(layout: RunLayout, restarts: int, said: str) -> None:
+    screen = Screen(terminal=False, width=120)
+    roles = [RoleState("trainer", 11, None, restarts), RoleState("rollout-0", 12, None)]
+    screen.console.print(view(layout).panel(roles, 100))
+    assert said in screen.text
+
+
+def test_a_run_that_is_over_has_nothing_to_stop(layout: RunLayout) -> None:
+    screen = Screen(terminal=True)
+    display = LivePanel(screen.console, view(layout))
+    display.update(RUNNING)
+    assert "Ctrl-C stops" in screen.text
+    drawn = len(screen.text)
+    display.close()
+    assert "async-rl" in screen.text[drawn:]
+    assert "Ctrl-C" not in screen.text[drawn:]
+
+
 def test_the_panel_has_something_to_say_before_the_first_step(layout: RunLayout) -> None:
     screen = Screen(terminal=True)
     display = LivePanel(screen.console, view(layout))
