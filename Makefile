@@ -28,7 +28,8 @@ $(BIN)/python:
 
 # A stamp is younger than what it was installed from. The code itself is installed editable.
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@echo "installing into $(VENV): torch and what it needs, some minutes the first time"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python

@@ -52,7 +52,7 @@ def run_command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the config, print what would run.")] = False,
     debug: Debug = False,
 ) -> int:
-    """Train: start every role on this machine, watch them, stop them all at the end, on Ctrl-C or on the first failure."""
+    """Train: start every role on this machine and again when it dies; stop all at the end, on Ctrl-C or a lasting failure."""
     from async_rl.launch.inputs import open_prompts, require_inputs
     from async_rl.launch.local import RunEnd, run
 

@@ -18,8 +18,6 @@ class ModelConfig(StrictModel):
 
     path: Path = Field(strict=False)
     """Directory of a Hugging Face causal LM with its tokenizer (config.json, safetensors, tokenizer.json)."""
-    chat_template: bool = True
-    """Render message prompts with the tokenizer's chat template."""
 
 
 class RedisConfig(StrictModel):

@@ -25,9 +25,26 @@ class PreparedRun:
     """`key: before → now` of every setting that a resumed run does not share with its last start."""
 
 
+FIXED_KEYS = (
+    "seed",
+    "data.source",
+    "data.split",
+    "data.prompt_column",
+    "data.shuffle",
+    "environment.name",
+    "environment.args",
+)
+"""What names a run's tasks: under other data or another order, an id of the log would mean another prompt."""
+
+
 def prepare(config: RunConfig, *, resume: bool, overwrite: bool) -> PreparedRun:
-    """Make or open the run directory and write the resolved config to it. Raises: RunDirError."""
+    """Make or open the run directory and write the resolved config to it.
+
+    Raises: RunDirError; ConfigError if a resumed run would read other prompts, or the same in another order.
+    """
     layout, identity = open_run(config.run_dir) if resume else create_run(config.run_dir, overwrite=overwrite)
+    if resume:
+        _refuse_other_tasks(config, layout)
     changes = _changes_since_last_start(config, layout) if resume else ()
     write_config(config, layout)
     return PreparedRun(layout, identity, resume, changes)
@@ -44,6 +61,20 @@ def without_password(url: str) -> str:
     secrets, at, place = rest.rpartition("@")
     name = secrets.partition(":")[0]
     return f"{scheme}{separator}{name}{at if name else ''}{place}"
+
+
+def _refuse_other_tasks(config: RunConfig, layout: RunLayout) -> None:
+    try:
+        before = load_config(layout.config_toml, env={}).config
+    except (ConfigError, OSError):
+        return  # said by `_changes_since_last_start`
+    for key in FIXED_KEYS:
+        old, new = _value(before, key), _value(config, key)
+        if old != new:
+            raise ConfigError(
+                f"{key} was {_shown(old, key)} and cannot become {_shown(new, key)} in a resumed run: its tasks are named by "
+                f"their place in the data; leave it, or start another run"
+            )
 
 
 def changed_settings(before: RunConfig, now: RunConfig) -> Sequence[str]:

@@ -98,7 +98,7 @@ def read_compacted(path: Path) -> Compacted:
     if data[: len(MAGIC)] != MAGIC or zlib.crc32(body).to_bytes(4, "little") != data[len(MAGIC) : start]:
         raise IntakeLogError(
             f"{path} is damaged: it holds the ends of old tasks; restore the file, "
-            f"or start a new run from a checkpoint with --fork"
+            f"or start another run from an exported checkpoint"
         )
     return _from_fields(msgpack.unpackb(body, strict_map_key=True))
 

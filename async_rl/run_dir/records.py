@@ -98,6 +98,7 @@ class EndRecord:
 Record: TypeAlias = HeaderRecord | GroupRecord | StepRecord | SkipRecord | DeadRecord | EndRecord
 
 _HEADER, _GROUP, _STEP, _SKIP, _DEAD, _END = 1, 2, 3, 4, 5, 6
+KINDS = frozenset({_HEADER, _GROUP, _STEP, _SKIP, _DEAD, _END})
 
 
 def encode_record(record: Record) -> tuple[int, bytes]:

@@ -18,12 +18,13 @@ from pathlib import Path
 from async_rl.errors import IntakeLogError
 from async_rl.run_dir.compacted import Compacted, compacted_paths, newest_compacted
 from async_rl.run_dir.log_index import LogIndex, Position
-from async_rl.run_dir.records import GroupRecord, HeaderRecord, Record, decode_record, encode_record
+from async_rl.run_dir.records import KINDS, GroupRecord, HeaderRecord, Record, decode_record, encode_record
 
 MAGIC = b"ARLLOG01"
 FRAME = struct.Struct("<IIB")
 SEGMENT_NAME = re.compile(r"^(\d{6})-(\d{6})\.log$")
 READ_TRIES = 5
+LOOK_BEHIND_BYTES = 16 * 2**20
 
 
 def segment_name(epoch: int, sequence: int) -> str:
@@ -92,7 +93,7 @@ def _require_present(directory: Path, header: HeaderRecord, names: Sequence[str]
         if name > through and size > 0 and name not in known:
             raise IntakeLogError(
                 f"{directory / name} is missing: {size} bytes of the intake log were sealed in it; "
-                f"restore the file, or start a new run from a checkpoint with --fork"
+                f"restore the file, or start another run from an exported checkpoint"
             )
 
 
@@ -101,7 +102,7 @@ def _require_every_step(directory: Path, index: LogIndex) -> None:
         if record.step != expected:
             raise IntakeLogError(
                 f"{directory}: step record {record.step} stands where {expected} is due; the log is damaged: "
-                f"restore it, or start a new run from a checkpoint with --fork"
+                f"restore it, or start another run from an exported checkpoint"
             )
 
 
@@ -116,7 +117,7 @@ def read_group(directory: Path, task_id: str, start: Position) -> bytes:
     if len(body) < length or _crc(kind, body) != crc:
         raise IntakeLogError(
             f"{path} at {start.offset}: the record of group {task_id} is damaged; restore the file, "
-            f"or start a new run from a checkpoint with --fork"
+            f"or start another run from an exported checkpoint"
         )
     record = decode_record(kind, body)
     if not isinstance(record, GroupRecord) or record.task_id != task_id:
@@ -143,7 +144,7 @@ def read_segment(path: Path, limit: int | None) -> tuple[list[tuple[Record, int]
     if limit is not None and length < limit:
         raise IntakeLogError(
             f"{path} has {length} bytes, but {limit} were sealed: part of the log is gone; restore the file, "
-            f"or start a new run from a checkpoint with --fork"
+            f"or start another run from an exported checkpoint"
         )
     if size < len(MAGIC):
         return [], 0, None
@@ -155,6 +156,7 @@ def read_segment(path: Path, limit: int | None) -> tuple[list[tuple[Record, int]
     offset, torn = len(MAGIC), None
     for record, start, end in _records(data, offset, size):
         if record is None:
+            _refuse_records_behind(path, data, start, size, sealed=limit is not None)
             torn = f"{path.name}: {size - start} bytes after offset {start} are torn and were cut"
             break
         records.append((record, start))
@@ -162,9 +164,25 @@ def read_segment(path: Path, limit: int | None) -> tuple[list[tuple[Record, int]
     if torn is not None and limit is not None:
         raise IntakeLogError(
             f"{path}: the record at {offset} is damaged inside its sealed part; restore the file, "
-            f"or start a new run from a checkpoint with --fork"
+            f"or start another run from an exported checkpoint"
         )
     return records, offset if records else 0, torn
+
+
+def _refuse_records_behind(path: Path, data: mmap.mmap, start: int, size: int, *, sealed: bool) -> None:
+    """A tail that a crash cut has nothing whole behind it. Raises: IntakeLogError if there is: that is damage, not a tail."""
+    if sealed:
+        return  # the caller says what is wrong with a sealed segment
+    with memoryview(data) as view:
+        for offset in range(start + 1, min(size - FRAME.size, start + LOOK_BEHIND_BYTES)):
+            length, crc, kind = FRAME.unpack_from(data, offset)
+            body_start = offset + FRAME.size
+            end = body_start + length
+            if kind in KINDS and end <= size and _crc(kind, view[body_start:end]) == crc:
+                raise IntakeLogError(
+                    f"{path}: the record at {start} is damaged, and whole ones stand behind it (at {offset}); restore the "
+                    f"file. If this machine lost its power, cut it to {start} bytes: nothing that was acknowledged is lost"
+                )
 
 
 def _records(data: mmap.mmap, offset: int, size: int) -> Iterator[tuple[Record | None, int, int]]:

@@ -9,11 +9,11 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from msgspec.structs import replace
 from pathlib import Path
 
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from async_rl.config import load_config
 from async_rl.launch.embedded_redis import EmbeddedRedis

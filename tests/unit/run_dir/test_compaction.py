@@ -232,7 +232,7 @@ def test_a_damaged_compacted_file_is_an_error_that_names_it(tmp_path: Path) -> N
     content = bytearray(path.read_bytes())
     content[20] ^= 1
     path.write_bytes(content)
-    with pytest.raises(IntakeLogError, match=r"000001-000001.compact is damaged.*--fork"):
+    with pytest.raises(IntakeLogError, match=r"000001-000001.compact is damaged.*exported checkpoint"):
         read_log(tmp_path)
     os.truncate(path, 5)
     with pytest.raises(IntakeLogError, match="is damaged"):

@@ -150,6 +150,21 @@ def test_a_flipped_bit_inside_the_sealed_part_is_an_error_not_a_shorter_log(tmp_
         read_log(tmp_path)
 
 
+def test_damage_with_whole_records_behind_it_is_no_torn_tail(tmp_path: Path) -> None:
+    log = IntakeLog.open(tmp_path, epoch=1)
+    log.append([GroupRecord("a", b"payload"), GroupRecord("b", b"payload"), GroupRecord("c", b"payload")])
+    log.sync()
+    start = log.index.groups["b"].offset
+    path = tmp_path / "000001-000000.log"
+    content = bytearray(path.read_bytes())
+    content[start + 12] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(IntakeLogError, match=rf"record at {start} is damaged, and whole ones stand behind it"):
+        read_log(tmp_path)
+    with pytest.raises(IntakeLogError, match="restore the file"):
+        IntakeLog.open(tmp_path, epoch=2)
+
+
 def test_a_sealed_segment_that_got_shorter_is_an_error(tmp_path: Path) -> None:
     log = IntakeLog.open(tmp_path, epoch=1)
     log.append([GroupRecord("a", b"payload")])
