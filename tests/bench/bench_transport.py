@@ -1,8 +1,8 @@
 """How many messages a second go from process to process through Redis, with everything that a run needs around them.
 
-ours      lease the task, encode, publish (Lua), read COUNT 256 behind the fence, decode, finish (Lua), heartbeats
+ours      lease the task, encode, publish (Lua), read COUNT 128 behind the fence, decode, finish (Lua), heartbeats
 baseline  pickled lists, one XADD each, XREAD COUNT 1
-redis     the limit of the server: the same bytes, XADD in pipelines of 256, XREADGROUP COUNT 256, XACK; no coding
+redis     the limit of the server: the same bytes, XADD in pipelines of 128, XREADGROUP COUNT 128, XACK; no coding
 zmq       the limit of a pipe: the same bytes over PUSH/PULL on ipc; no coding, nothing kept
 
 All four take turns on one server (unix socket, AOF). `value` and `baseline` are messages a second, medians over the rounds;
@@ -40,7 +40,7 @@ from protocol.redis_streams import RedisStreams
 from protocol.streams import Finished, IssuedTask, Publication, Stream
 from protocol.versions import VersionSpan
 
-BATCH = 256  # as RedisStreams sends at most
+BATCH = 128
 PROMPT_TOKENS = 64
 NUM_DISTINCT = 32
 JOIN_TIMEOUT_S = 120.0
@@ -145,17 +145,18 @@ async def _produce_ours(job: Job, start: Callable[[], object]) -> None:
     beating = asyncio.create_task(_heartbeats(streams, "w0"))
     await streams.counters()
     start()
-    leased = await streams.read(Stream.TASKS, "w0", count=BATCH, block_s=1.0)
+    reading = asyncio.create_task(streams.read(Stream.TASKS, "w0", count=BATCH, block_s=1.0))
     publishing: asyncio.Task[Any] | None = None
-    while leased:
+    while leased := await reading:
+        reading = asyncio.create_task(streams.read(Stream.TASKS, "w0", count=BATCH, block_s=0.0))  # beside the work on this one
+        await asyncio.sleep(0)
         publications = [
             Publication(Stream.TASKS, task.entry_id, Stream.GROUPS, encode(groups[i % NUM_DISTINCT]), task.task_id)
             for i, task in enumerate(leased)
         ]
         if publishing is not None:
             assert all(await publishing)
-        publishing = asyncio.create_task(streams.publish(publications))  # on its way while the next batch is made
-        leased = await streams.read(Stream.TASKS, "w0", count=BATCH, block_s=0.0)
+        publishing = asyncio.create_task(streams.publish(publications))
     if publishing is not None:
         assert all(await publishing)
     beating.cancel()
@@ -170,11 +171,15 @@ async def _consume_ours(job: Job, start: Callable[[], object]) -> float:
     start()
     begin = time.perf_counter()
     finishing: asyncio.Task[None] | None = None
+    reading = asyncio.create_task(streams.read_groups(1, count=BATCH, block_s=10.0))
     while num_read < job.num_messages:
-        deliveries = await streams.read_groups(1, count=BATCH, block_s=10.0)
+        deliveries = await reading
+        num_read += len(deliveries)
+        if num_read < job.num_messages:
+            reading = asyncio.create_task(streams.read_groups(1, count=BATCH, block_s=10.0))  # beside the work on these
+            await asyncio.sleep(0)
         for delivery in deliveries:
             assert len(decode_group(delivery.payload).trajectories[0].token_ids) == job.num_tokens
-        num_read += len(deliveries)
         if finishing is not None:
             await finishing
         finishing = asyncio.create_task(streams.finish(1, [Finished(d.entry_id, d.task_id or "") for d in deliveries]))
