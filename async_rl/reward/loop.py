@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -20,13 +20,13 @@ from async_rl.run_dir.files import JsonLinesWriter
 from protocol.codec import encode
 from protocol.deliveries import group_of
 from protocol.messages import FinishReason, PromptTask, Reward, Trajectory, TrajectoryGroup
+from protocol.patience import publish_patiently
 from protocol.run_end import RunEnd
 from protocol.streams import Delivery, Publication, Stream, Streams
 from protocol.whereabouts import whereabouts
 
 ROLE = "reward"
 READ_BLOCK_S = 1.0
-FULL_RETRY_S = 0.2
 METRICS_EVERY_S = 2.0
 ABORTED = "aborted"
 
@@ -189,7 +189,7 @@ class RewardLoop:
     async def _publish(self, delivery: Delivery, group: TrajectoryGroup) -> None:
         publication = Publication(Stream.UNSCORED, delivery.entry_id, Stream.GROUPS, encode(group), delivery.task_id)
         try:
-            (fresh,) = await self._send([publication])
+            (fresh,) = await publish_patiently(self._streams, [publication], on_full=self._say_full)
         except MessageTooLarge as error:
             await self._bury(delivery, str(error))
             return
@@ -198,17 +198,8 @@ class RewardLoop:
             self._figures.duplicates += 1
             self._log.info(Event.DUPLICATE_WORK, task_id=group.task_id)
 
-    async def _send(self, publications: Sequence[Publication]) -> Sequence[bool]:
-        """Publish; while the server is full, wait: scored work is never thrown away."""
-        said = False
-        while True:
-            try:
-                return await self._streams.publish(publications)
-            except QueueFull as error:
-                if not said:
-                    self._log.warning(Event.QUEUE_FULL, waiting="to publish", error=str(error))
-                    said = True
-                await asyncio.sleep(FULL_RETRY_S)
+    def _say_full(self, error: QueueFull) -> None:
+        self._log.warning(Event.QUEUE_FULL, waiting="to publish", error=str(error))
 
     async def _bury(self, delivery: Delivery, reason: str) -> None:
         self._log.error(Event.TASK_DEAD, task_id=delivery.task_id, entry_id=delivery.entry_id, reason=reason)

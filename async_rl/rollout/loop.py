@@ -21,13 +21,13 @@ from async_rl.run_dir.files import JsonLinesWriter
 from protocol.codec import encode
 from protocol.deliveries import task_of
 from protocol.messages import PromptTask, TrajectoryGroup
+from protocol.patience import FULL_RETRY_S, publish_patiently
 from protocol.run_end import RunEnd
 from protocol.streams import Delivery, Publication, Stream, Streams
 from protocol.whereabouts import whereabouts
 
 READ_BLOCK_S = 1.0
 METRICS_EVERY_S = 2.0
-FULL_RETRY_S = 0.2
 SERVING_POLL_S = 0.05
 PUBLISH_BATCH = 256
 
@@ -251,7 +251,7 @@ class RolloutLoop:
             target = Stream.GROUPS if group.is_scored else self._target
             publications.append(Publication(Stream.TASKS, delivery.entry_id, target, encode(group), group.task_id))
         try:
-            accepted = await self._send(publications)
+            accepted = await publish_patiently(self._streams, publications, on_full=self._say_full)
         except MessageTooLarge as error:
             if len(batch) == 1:
                 await self._bury(batch[0][0], str(error))
@@ -264,17 +264,8 @@ class RolloutLoop:
                 self._usage.duplicates += 1
                 self._log.info(Event.DUPLICATE_WORK, task_id=task.task_id)
 
-    async def _send(self, publications: Sequence[Publication]) -> Sequence[bool]:
-        """Publish; while the server is full, wait: sampled work is never thrown away."""
-        said = False
-        while True:
-            try:
-                return await self._streams.publish(publications)
-            except QueueFull as error:
-                if not said:
-                    self._log.warning(Event.QUEUE_FULL, waiting="to publish", error=str(error))
-                    said = True
-                await asyncio.sleep(FULL_RETRY_S)
+    def _say_full(self, error: QueueFull) -> None:
+        self._log.warning(Event.QUEUE_FULL, waiting="to publish", error=str(error))
 
     async def _bury(self, delivery: Delivery, reason: str) -> None:
         self._log.error(Event.TASK_DEAD, task_id=delivery.task_id, entry_id=delivery.entry_id, reason=reason)

@@ -240,7 +240,7 @@ class _Refusing(MemoryStreams):
 
 
 async def test_a_full_server_is_waited_for_and_the_score_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("async_rl.reward.loop.FULL_RETRY_S", 0.001)
+    monkeypatch.setattr("protocol.patience.FULL_RETRY_S", 0.001)
     asked: list[int] = []
 
     async def score(episode: Episode) -> Reward:
