@@ -66,6 +66,7 @@ class Event(StrEnum):
     REWARD_INVALID = "reward.invalid"
     STEP_DONE = "step.done"
     STEP_SKIPPED = "step.skipped"
+    LOGPROBS_DIFFER = "logprobs.differ"
     VERSION_ANNOUNCED = "version.announced"
     PUSH_STARTED = "push.started"
     PUSH_LIVE = "push.live"

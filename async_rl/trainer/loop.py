@@ -21,7 +21,7 @@ from async_rl.trainer.accounts import FinishedPushes, StepLines, TrainerClock
 from async_rl.trainer.checkpoints import Checkpoints
 from async_rl.trainer.intake import BatchSettings, ComposedStep, Intake
 from async_rl.trainer.learner import Learner, Progress, StepResult
-from async_rl.trainer.step_metrics import group_metrics
+from async_rl.trainer.step_metrics import group_metrics, logprob_mismatch
 from async_rl.trainer.waiting import BatchWait
 from async_rl.weights.publisher import Publisher, PushRequest
 from protocol.keys import trainer_consumer
@@ -85,6 +85,8 @@ class TrainerLoop:
         self._epoch = 0
         self._trained_through = 0
         self._recent: list[list[int]] = []
+        dtypes = {config.trainer.dtype, config.rollout.dtype, config.weights.wire_dtype}
+        self._is_exact = dtypes == {"float32"} and config.rollout.kv == "recompute"
 
     def stop(self) -> None:
         """Finish the current step, write a checkpoint, end."""
@@ -276,6 +278,11 @@ class TrainerLoop:
         self._remember(step)
         line = self._metrics_line(step, result, progress, intake, waited_s, self._now() - started)
         metrics.write({**line, "replayed": replayed})
+        mismatch = logprob_mismatch(line, tolerance=self._config.weights.probe_tolerance) if self._is_exact else None
+        if mismatch is not None:
+            self._log.error(
+                Event.LOGPROBS_DIFFER, step=progress.version, gap_nats=mismatch, accepted=self._config.weights.probe_tolerance
+            )
         return result.skip_reason is None
 
     async def _announce(self, applied: bool, intake: Intake, progress: Progress, publisher: Publisher) -> None:

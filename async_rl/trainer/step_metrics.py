@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,17 @@ def group_metrics(step: ComposedStep) -> dict[str, Any]:
         "generate_s_mean": _mean([t.timings.generate_s for t in trajectories]),
         "queued_s_mean": _mean([t.timings.queued_s for t in trajectories]),
     }
+
+
+def logprob_mismatch(line: Mapping[str, Any], *, tolerance: float) -> float | None:
+    """The largest |policy − behavior| logprob (nats) of a step whose every token was sampled by the version that it starts
+    from, if it is above `tolerance`: there, both are one number, and engine and trainer disagree on tokens, positions or
+    temperature. None for other steps: newer weights move the logprobs.
+    """
+    gap = line.get("behavior_gap_max")
+    if line.get("lag_max") != 0 or line.get("skip_reason") is not None or gap is None or gap <= tolerance:
+        return None
+    return float(gap)
 
 
 def _mean(values: Sequence[float]) -> float | None:
