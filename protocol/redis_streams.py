@@ -41,6 +41,16 @@ _BATCH_BYTES = 8 * 2**20
 """One script call moves at most this much: the server does nothing else meanwhile."""
 
 
+async def require_server(url: str, *, timeout_s: float, retry_s: float, tls: TlsFiles = TlsFiles()) -> None:
+    """Look at a server before anything is started. Raises: QueueUnavailable if it does not answer, QueueRefused if it cannot be
+    used safely."""
+    client = RedisClient(url, timeout_s=timeout_s, retry_s=retry_s, tls=tls)
+    try:
+        _check_server(_info(await client.execute("INFO")), client.shown_url)
+    finally:
+        await client.close()
+
+
 class RedisStreams:
     """See `protocol.streams.Streams` for what each method promises.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from async_rl.monitor.roles import Display, Silent
 from async_rl.monitor.terminal import progress_display
 from async_rl.run_dir.files import JsonLinesWriter
 from async_rl.run_dir.layout import RunIdentity, RunLayout
+from protocol.redis_streams import require_server
 
 SERVER_TRIES = 3
 SERVER_BACKOFF_S = 0.05
@@ -64,6 +66,9 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False, con
     """
     check(config)
     require_inputs(config)
+    if config.redis.url != EMBEDDED:
+        redis = config.redis
+        asyncio.run(require_server(redis.url, timeout_s=redis.timeout_s, retry_s=redis.timeout_s, tls=redis.tls))
     with run_lock(config.run_dir), catch_stop_signals() as stop:
         prepared = prepare(config, resume=resume, overwrite=overwrite)
         display = run_display(config, prepared) if console else Silent()

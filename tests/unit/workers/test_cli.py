@@ -176,7 +176,7 @@ def test_show_prints_tokens_with_logprobs_versions_and_rewards(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [(("--task", "z"), f"newest task is '{UNUSED}'"), (("--step", "9"), "newest one starts from 0")]
+    ("arguments", "message"), [(("--task", "z"), f"newest task is '{UNUSED}'"), (("--step", "9"), "it has those from 0 to 0")]
 )
 def test_show_names_what_there_is(
     finished_run: RunLayout, capsys: pytest.CaptureFixture[str], arguments: tuple[str, str], message: str
