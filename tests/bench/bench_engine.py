@@ -178,9 +178,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--smoke", action="store_true", help="one short turn of everything, to see that it runs")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    metrics = asyncio.run(bench(arguments.repeats))
+    metrics = asyncio.run(bench(1 if arguments.smoke else arguments.repeats))
     show(metrics)
     arguments.out.mkdir(parents=True, exist_ok=True)
     target = arguments.out / "engine.json"

@@ -233,6 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--smoke", action="store_true", help="one short turn of everything, to see that it runs")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -240,7 +241,7 @@ def main() -> None:
         child(arguments.child, arguments.threads)
         return
     metrics = {
-        "tokens_per_s": measure_speed(arguments.repeats, arguments.threads),
+        "tokens_per_s": measure_speed(1 if arguments.smoke else arguments.repeats, arguments.threads),
         "peak_memory": measure_memory(arguments.threads),
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
