@@ -14,12 +14,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import redis
 
 from async_rl import RunConfig, run
 from async_rl.config import load_config
 from async_rl.config.run import LaunchConfig, ModelConfig, RedisConfig
 from async_rl.errors import ConfigError, DataError, QueueUnavailable, RoleFailed, RunDirError
 from async_rl.launch import local
+from async_rl.launch.embedded_redis import EmbeddedRedis
 from async_rl.launch.prepare import changed_settings, prepare, without_password
 from async_rl.launch.processes import RoleSpec
 from async_rl.launch.role_table import REDIS_URL_VARIABLE
@@ -108,12 +110,17 @@ def test_the_resolved_config_is_written_and_reads_back_equal(config: RunConfig, 
 
 
 def test_a_servers_password_is_handed_over_and_never_written(config: RunConfig, roles: Roles, tmp_path: Path) -> None:
-    url = "redis://user:hunter2@127.0.0.1:1/0"
-    roles(trainer="import os; print(os.environ['ASYNC_RL_REDIS__URL'] == " + repr(url) + ")")
-    run(config.model_copy(update={"redis": RedisConfig(url=url)}), console=False)
+    with EmbeddedRedis(tmp_path / "server", appendfsync="everysec") as server:
+        admin = redis.Redis.from_url(server.url)
+        admin.execute_command("ACL", "SETUSER", "user", "on", ">hunter2", "~*", "&*", "+@all")  # type: ignore[no-untyped-call]
+        admin.close()
+        place = server.url.removeprefix("unix://")
+        url = f"unix://user:hunter2@{place}"
+        roles(trainer="import os; print(os.environ['ASYNC_RL_REDIS__URL'] == " + repr(url) + ")")
+        run(config.model_copy(update={"redis": RedisConfig(url=url)}), console=False)
     assert RunLayout(config.run_dir).logs_dir.joinpath("trainer.out").read_text() == "True\n"
     written = RunLayout(config.run_dir).config_toml.read_text()
-    assert "redis://user@127.0.0.1:1/0" in written
+    assert f"unix://user@{place}" in written
     assert not [path for path in config.run_dir.rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()]
 
 
