@@ -228,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     kills = arguments.kills or (SMOKE if arguments.smoke else FULL)
     seed = int(time.time()) % 2**31 if arguments.seed is None else arguments.seed
     weights = {kind: injury.weight for kind, injury in KINDS.items() if arguments.only is None or kind in arguments.only}
-    max_steps = arguments.max_steps or max(600, STEPS_PER_KILL * kills)
+    max_steps = arguments.max_steps or max(1200, STEPS_PER_KILL * kills)
     plan = Plan(kills, seed, arguments.out.absolute(), weights, max_steps, deadline_s=600.0 + 30.0 * kills)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = Console()
