@@ -81,10 +81,6 @@ class Record:
         typed = values if self._all_typed else self._typed_items(body)
         return values if tuple(map(type, typed)) == self._types else self._checked(values)
 
-    def fits(self, message: object) -> bool:
-        """True if every attribute that has an exact type has it: the object can be sent as it is."""
-        return tuple(map(type, self._typed_attributes(message))) == self._types
-
     def pack(self, message: object) -> dict[str, Any]:
         """The map of the object's attributes, checked."""
         values = self._attributes(message)

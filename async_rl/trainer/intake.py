@@ -49,10 +49,6 @@ class BatchSettings:
         """What becomes of work beyond max_lag."""
         return self.on_wait_timeout if self.stragglers == "wait" else self.stragglers
 
-    @property
-    def groups_per_batch(self) -> int:
-        return self.groups_per_step * self.steps_per_batch
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ComposedStep:
@@ -211,9 +207,6 @@ class Intake:
     def recorded_steps(self, start: int) -> Sequence[StepRecord]:
         """Step records from index `start`. Raises: IntakeLogError if they are compacted away."""
         return tuple(self._log.index.steps_from(start))
-
-    def is_skipped(self, step: int) -> bool:
-        return step in self._log.index.skipped
 
     @property
     def position(self) -> Position:
