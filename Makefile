@@ -14,7 +14,7 @@ CHECKED := protocol async_rl workers tests
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.14; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
 
-.PHONY: help install install-dev demo test test-chaos check format bench verify docs clean
+.PHONY: help install install-dev demo test test-chaos test-soak test-fuzz check format bench verify docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -48,6 +48,12 @@ test: install-dev  ## Unit, contract, golden and integration tests
 test-chaos: install-dev  ## Kill the demo's processes at random, Redis included; fewer kills: ARGS=--smoke
 	$(BIN)/python -m pytest tests/chaos -m chaos --timeout 900 $(ARGS)
 
+test-soak: install-dev  ## Half an hour of the demo: no process grows; figures and a picture in runs/soak/. Short: ARGS=--smoke
+	$(BIN)/python tests/chaos/soak.py $(ARGS)
+
+test-fuzz: install-dev  ## Ten minutes of bad frames at the decoder and a stream; figures in runs/fuzz/. Short: ARGS=--smoke
+	$(BIN)/python tests/chaos/fuzz.py $(ARGS)
+
 check: install-dev  ## Lint, format, types, import order, generated pages
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/ruff format --check $(CHECKED)
@@ -62,7 +68,7 @@ format: install-dev  ## Format, and fix what can be fixed
 bench: install-dev  ## Measure against baselines; figures in runs/bench/<name>.json
 	@for bench in $(BENCHES); do echo "== $$bench"; $(BIN)/python $$bench --out $(OUT) $(ARGS); done
 
-verify: check test test-chaos bench  ## Everything, in full
+verify: check test test-chaos test-fuzz test-soak bench  ## Everything, in full
 	$(MAKE) demo ARGS="--run_dir=runs/verify-demo"
 
 docs: install-dev  ## Write the generated pages

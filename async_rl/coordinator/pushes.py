@@ -23,6 +23,8 @@ from async_rl.registry.versions import EngineStatus, PushPlan, PushStatus, Regis
 
 POLL_S = 0.25  # leases and deadlines pass without a change in the registry
 RETRY_S = 0.2
+FORGET_S = 60.0
+"""A fenced engine whose worker has held no lease for this long will not come back under its name: its record goes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,7 @@ class PushSupervisor:
         self._log = get_logger()
         self._alive: frozenset[str] = frozenset()
         self._alive_at_s = float("-inf")
+        self._dead_since: dict[str, float] = {}
 
     async def run(self) -> None:
         """Until cancelled. A server that is away is waited for: nothing can be decided without it."""
@@ -200,8 +203,9 @@ class PushSupervisor:
 
     async def act(self, state: RegistryState) -> bool:
         """Decide upon `state` and do it. True if something was done, and the state is another."""
-        actions = decide(state, await self._alive_now(state), self._clock(), deadline_s=self._deadline_s)
-        done = False
+        alive = await self._alive_now(state)
+        actions = decide(state, alive, self._clock(), deadline_s=self._deadline_s)
+        done = await self._forget_dead(state, alive)
         for action in actions:
             match action:
                 case Freeze(plan):
@@ -224,6 +228,18 @@ class PushSupervisor:
                     done = True
                     self._say_completed(state, plan, status)
         return done
+
+    async def _forget_dead(self, state: RegistryState, alive_workers: frozenset[str]) -> bool:
+        """Every restart of a worker is a new engine: without this the registry would grow with each. True if one went."""
+        now, before = self._clock(), self._dead_since
+        fenced = (record for record in state.engines.values() if record.status is EngineStatus.FENCED)
+        dead = [record.engine_id for record in fenced if record.worker_id not in alive_workers]
+        self._dead_since = {engine_id: before.get(engine_id, now) for engine_id in dead}
+        gone = [engine_id for engine_id, since in self._dead_since.items() if now - since >= FORGET_S]
+        for engine_id in gone:
+            await self._registry.leave(engine_id)
+            del self._dead_since[engine_id]
+        return bool(gone)
 
     def _say_completed(self, state: RegistryState, plan: PushPlan, status: PushStatus) -> None:
         seconds = self._clock() - plan.planned_at_s

@@ -122,6 +122,7 @@ class Receiver:
             await self._registry.join(self._engine_id, self._worker_id)
         self._joined = True
         self._prepared = self._done = None
+        self._serving = None  # to the registry it holds nothing proven: it takes the next push whole
         return not known
 
     async def _ask_again(self, record: EngineRecord, state: RegistryState) -> bool:

@@ -1,6 +1,6 @@
 """Throw bad frames at the decoder, and at a real stream; show that nothing crashes, runs, hangs or is lost.
 
-    python tests/chaos/fuzz.py [--smoke] [--seconds 900] [--seed N] [--out runs/fuzz]
+    python tests/chaos/fuzz.py [--smoke] [--seconds 600] [--seed N] [--out runs/fuzz]
 
 1. Decoder: for every frame, `decode` answers with a message or raises CodecError; nothing else. It is quick (no frame takes
    longer than a second), executes nothing (an audit hook listens for imports, processes, files, compilation), and keeps no
@@ -40,7 +40,7 @@ from protocol.messages import task_id
 from protocol.redis_streams import RedisStreams
 from protocol.streams import Delivery, IssuedTask, Publication, Stream
 
-SECONDS, SMOKE_SECONDS = 900.0, 8.0
+SECONDS, SMOKE_SECONDS = 600.0, 8.0
 ENTRIES, SMOKE_ENTRIES = 20_000, 400
 SLOWEST_S = 1.0
 WARM_FRAMES = 20_000

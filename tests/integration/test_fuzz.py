@@ -1,4 +1,4 @@
-"""A short round of tests/chaos/fuzz.py: bad frames at the decoder and through a real stream. (The long one is run by hand.)"""
+"""A short round of tests/chaos/fuzz.py: bad frames at the decoder and through a real stream. The long one: `make test-fuzz`."""
 
 from __future__ import annotations
 

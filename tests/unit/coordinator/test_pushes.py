@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from async_rl.coordinator.pushes import Complete, Evict, Freeze, PushSupervisor, decide
+from async_rl.coordinator.pushes import FORGET_S, Complete, Evict, Freeze, PushSupervisor, decide
 from async_rl.registry.memory_registry import MemoryRegistry
 from async_rl.registry.versions import (
     Announcement,
@@ -187,3 +187,23 @@ async def test_the_supervisor_takes_a_push_from_announcement_to_live() -> None:
     assert finished is not None
     assert finished.plan.status is PushStatus.LIVE
     assert not await supervisor.act(await registry.state())
+
+
+async def test_fenced_engines_of_workers_that_are_gone_are_forgotten_after_a_while() -> None:
+    registry = MemoryRegistry(lambda: 1)
+    now = T0
+
+    async def alive() -> frozenset[str]:
+        return frozenset({"w-lives"})
+
+    supervisor = PushSupervisor(registry, alive, deadline_s=30.0, clock=lambda: now)
+    for name in ("dead", "lives"):
+        await registry.join(name, f"w-{name}")
+    await registry.evict(["dead", "lives"], "hung")
+    await supervisor.act(await registry.state())
+    now = T0 + FORGET_S - 1
+    await supervisor.act(await registry.state())
+    assert (await registry.state()).engines.keys() == {"dead", "lives"}
+    now = T0 + FORGET_S
+    assert await supervisor.act(await registry.state())
+    assert (await registry.state()).engines.keys() == {"lives"}

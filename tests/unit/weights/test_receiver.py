@@ -154,6 +154,18 @@ async def test_an_engine_that_was_evicted_before_its_proof_arrived_does_not_serv
     await scene.serves(1)
 
 
+async def test_an_engine_that_the_registry_lost_proves_and_confirms_the_version_that_it_serves_anew(scene: Scene) -> None:
+    await scene.push(1)
+    await scene.serves(1)
+    await scene.registry.leave("a")  # as a server that lost its last writes, or as the coordinator forgets a dead worker's
+    await scene.joined()
+    assert scene.engine.serving_version == 1  # what is proven goes on until the push that confirms it
+    await scene.freeze(1, generation=2)
+    state = await scene.until(lambda s: "a" in s.confirmed)
+    assert state.engines["a"].status is EngineStatus.SERVING
+    assert scene.engine.history == ["swap 1", "confirm 1 True", "serve 1"] * 2
+
+
 async def test_a_proof_that_a_newer_plan_overtook_leaves_the_engine_paused_for_that_plan(scene: Scene) -> None:
     async def overtake() -> None:
         scene.registry.before_confirm = lambda: None
