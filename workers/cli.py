@@ -49,14 +49,22 @@ def run_command(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file.", show_default=False)],
     resume: Resume = False,
     overwrite: Overwrite = False,
+    fork: Annotated[
+        str | None,
+        typer.Option(metavar="RUN@STEP", help="Begin a new run from a checkpoint of another one.", show_default=False),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the config, print what would run.")] = False,
     debug: Debug = False,
 ) -> int:
     """Train: start every role on this machine and again when it dies; stop all at the end, on Ctrl-C or a lasting failure."""
     from async_rl.launch.inputs import open_prompts, require_inputs
     from async_rl.launch.local import RunEnd, run
+    from async_rl.launch.prepare import Fork
 
     _one_of(resume, overwrite)
+    origin = None if fork is None else Fork.parse(fork)
+    if resume and origin is not None:
+        raise ConfigError("--resume and --fork exclude each other: go on with a run, or begin a new one from its checkpoint")
     settings = _load(config, overrides_of(context))
     if dry_run:
         require_inputs(settings)
@@ -65,7 +73,7 @@ def run_command(
         return 0
     go_on = f"{program()} run {settings.run_dir}/config.toml --resume"
     with _going_on(go_on, debug=debug):
-        result = run(settings, resume=resume, overwrite=overwrite)
+        result = run(settings, resume=resume, overwrite=overwrite, fork=origin)
     if result.end is RunEnd.INTERRUPTED:
         _say(f"stopped after {result.steps} steps", go_on)
     else:
@@ -212,6 +220,30 @@ def export(
     del debug
     export_run(run_dir, to, step=step)
     _say(f"exported to {to}", f'transformers.AutoModelForCausalLM.from_pretrained("{to}")')
+
+
+@app.command()
+def replay(
+    run_dir: RunDir,
+    start: Annotated[
+        int | None, typer.Option("--from", help="Checkpoint to begin from; default: the beginning.", show_default=False)
+    ] = None,
+    debug: Debug = False,
+) -> int:
+    """Train a run again from its intake log, in memory, and compare with its newest checkpoint. Exit code 1 if they differ."""
+    from async_rl.launch.look import config_of_run
+    from async_rl.launch.replay import replay_with_progress
+
+    del debug
+    result = replay_with_progress(config_of_run(run_dir), start=start)
+    print(f"trained {result.steps} step records again: version {result.first_version} to {result.version}")
+    print(f"weights xxh3-128 {result.digest}")
+    if not result.is_identical:
+        print(f"NOT identical to {result.checkpoint}: largest difference {result.max_difference:.3g}")
+        print("next: the run may have had another build, number of threads or of ranks, or settings that a resume changed")
+        return 1
+    _say(f"bit-identical to {result.checkpoint}", f"{program()} audit {run_dir}")
+    return 0
 
 
 @app.command()

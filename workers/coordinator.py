@@ -9,6 +9,7 @@ from async_rl.coordinator.prompts import PromptSource
 from async_rl.launch.inputs import open_prompts
 from async_rl.registry.redis_registry import RedisRegistry
 from async_rl.run_dir.intake_log import read_log
+from async_rl.run_dir.layout import open_run
 from workers.arguments import RoleArguments, role_main
 from workers.connect import STOPPED, connect, run_until_stopped
 
@@ -34,7 +35,8 @@ async def _coordinate(arguments: RoleArguments, source: PromptSource) -> bool:
     streams = connect(arguments)
     await streams.open()
     registry = RedisRegistry(streams.client, arguments.run_id)
-    settings = CoordinatorSettings.from_config(arguments.config, arguments.worker_id)
+    _, identity = open_run(arguments.layout.root)
+    settings = CoordinatorSettings.from_config(arguments.config, arguments.worker_id, first_version=identity.first_version)
     intake = arguments.layout.intake_dir
     loop = CoordinatorLoop(streams, registry, source, settings, read_log=lambda: read_log(intake))
     try:

@@ -20,6 +20,9 @@ from async_rl.config.sources import FileSource, RunSettings, TextSource, layers
 from async_rl.config.text import environment_variable
 from async_rl.errors import ConfigError
 
+RUN_IDENTITY = "run.json"
+"""Beside the config.toml that a run wrote itself."""
+
 OriginKind: TypeAlias = Literal["default", "file", "environment", "flag"]
 
 
@@ -69,7 +72,25 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), env: Mapping[s
         raise ConfigError(_one_line_each(problems))
     config = RunConfig.model_construct(settings.model_fields_set, **dict(settings))
     model = config.model.model_copy(update={"path": Path(os.path.abspath(config.model.path))})  # noqa: PTH100 (keeps symlinks)
-    return Resolved(config.model_copy(update={"model": model}), origins)
+    config = config.model_copy(update={"model": model})
+    if path is not None and (path.parent / RUN_IDENTITY).exists() and origins["run_dir"].kind != "default":
+        config = _at_home(config, Path(file.init_kwargs.get("run_dir", "")), path.parent.absolute(), origins)
+    return Resolved(config, origins)
+
+
+def _at_home(config: RunConfig, before: Path, home: Path, origins: Mapping[str, Origin]) -> RunConfig:
+    """A run's own config is read where the run lies now: what it names below the run directory has moved with it."""
+
+    def moved(path: Path) -> Path:
+        return home / path.relative_to(before) if before.is_absolute() and path.is_relative_to(before) else path
+
+    source = Path(config.data.source)
+    changes: dict[str, Any] = {"model": config.model.model_copy(update={"path": moved(config.model.path)})}
+    if moved(source) != source:
+        changes["data"] = config.data.model_copy(update={"source": str(moved(source))})
+    if origins["run_dir"].kind == "file":
+        changes["run_dir"] = home
+    return config.model_copy(update=changes)
 
 
 def _unknown(key: str, where: str) -> Iterator[str]:

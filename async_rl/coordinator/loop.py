@@ -47,12 +47,13 @@ class CoordinatorSettings:
     reopen_wait_s: float
 
     @staticmethod
-    def from_config(config: RunConfig, worker_id: str) -> CoordinatorSettings:
+    def from_config(config: RunConfig, worker_id: str, *, first_version: int = 0) -> CoordinatorSettings:
+        """first_version: policy version that the run began from; a fork does not begin at 0."""
         return CoordinatorSettings(
             worker_id=worker_id,
             max_lag=config.staleness.max_lag,
             groups_per_step=config.trainer.groups_per_step,
-            groups_needed=config.trainer.max_steps * config.trainer.groups_per_step,
+            groups_needed=max(0, config.trainer.max_steps - first_version) * config.trainer.groups_per_step,
             lease_s=config.redis.lease_s,
             push_deadline_s=config.weights.deadline_s,
             reopen_wait_s=config.redis.retry_s,

@@ -28,7 +28,9 @@ def require_model(config: RunConfig) -> None:
     path = config.model.path
     if not (path / "config.json").is_file():
         what = "has no config.json" if path.is_dir() else "does not exist"
-        raise DataError(f"model.path={path} {what}; give the directory of a Hugging Face causal LM with its tokenizer")
+        raise DataError(
+            f"model.path={path} {what}; give the directory of a Hugging Face causal LM with its tokenizer (--model.path=DIR)"
+        )
 
 
 def check_inputs(config: RunConfig) -> list[Finding]:

@@ -18,7 +18,7 @@ from async_rl.errors import QueueUnavailable
 from async_rl.launch.embedded_redis import EMBEDDED, EmbeddedRedis
 from async_rl.launch.inputs import require_inputs
 from async_rl.launch.lease_watch import LeaseWatch
-from async_rl.launch.prepare import PreparedRun, prepare
+from async_rl.launch.prepare import Fork, PreparedRun, prepare
 from async_rl.launch.restarts import FailureHistory, RestartPolicy
 from async_rl.launch.role_table import free_port, role_table
 from async_rl.launch.run_lock import run_lock
@@ -57,10 +57,13 @@ class RunResult:
     """0, or 128 + the signal's number."""
 
 
-def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False, console: bool = True) -> RunResult:
+def run(
+    config: RunConfig, *, resume: bool = False, overwrite: bool = False, fork: Fork | None = None, console: bool = True
+) -> RunResult:
     """Train as `config` says, with every role a process of this machine, and return when all of them have ended.
 
     resume: go on with the run in config.run_dir. overwrite: replace it. Without either an existing run is refused.
+    fork: begin a new run from that checkpoint of another one.
     SIGINT and SIGTERM stop the run (the trainer writes a checkpoint first); the result then says INTERRUPTED.
     Raises: ConfigError, DataError, RunDirError before anything starts; RoleFailed; QueueUnavailable, QueueRefused.
     """
@@ -70,7 +73,7 @@ def run(config: RunConfig, *, resume: bool = False, overwrite: bool = False, con
         redis = config.redis
         asyncio.run(require_server(redis.url, timeout_s=redis.timeout_s, retry_s=redis.timeout_s, tls=redis.tls))
     with run_lock(config.run_dir), catch_stop_signals() as stop:
-        prepared = prepare(config, resume=resume, overwrite=overwrite)
+        prepared = prepare(config, resume=resume, overwrite=overwrite, fork=fork)
         display = run_display(config, prepared) if console else Silent()
         return supervise(config, prepared, stop, display=display)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from async_rl.config import RunConfig, dump_toml, load_config
 from async_rl.config.dump import toml_value
 from async_rl.config.fields import leaf_fields
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, RunDirError
 from async_rl.logs import redact_url
 from async_rl.run_dir.layout import RunIdentity, RunLayout, create_run, open_run, write_atomic
 
@@ -25,6 +26,22 @@ class PreparedRun:
     """`key: before → now` of every setting that a resumed run does not share with its last start."""
 
 
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Where a new run begins: a checkpoint of another one, written RUN@STEP."""
+
+    run_dir: Path
+    step: int
+
+    @staticmethod
+    def parse(text: str) -> Fork:
+        """Raises: ConfigError."""
+        run_dir, _, step = text.rpartition("@")
+        if not run_dir or not step.isdecimal():
+            raise ConfigError(f"--fork={text!r} is not RUN@STEP: a run directory, and the step of one of its checkpoints")
+        return Fork(Path(run_dir), int(step))
+
+
 FIXED_KEYS = (
     "seed",
     "data.source",
@@ -37,17 +54,44 @@ FIXED_KEYS = (
 """What names a run's tasks: under other data or another order, an id of the log would mean another prompt."""
 
 
-def prepare(config: RunConfig, *, resume: bool, overwrite: bool) -> PreparedRun:
+def prepare(config: RunConfig, *, resume: bool, overwrite: bool, fork: Fork | None = None) -> PreparedRun:
     """Make or open the run directory and write the resolved config to it.
 
-    Raises: RunDirError; ConfigError if a resumed run would read other prompts, or the same in another order.
+    Raises: RunDirError; ConfigError if a resumed run would read other prompts, or the same in another order; CheckpointError
+    if there is nothing to fork from.
     """
-    layout, identity = open_run(config.run_dir) if resume else create_run(config.run_dir, overwrite=overwrite)
+    if fork is not None:
+        layout, identity = _forked(config, fork, overwrite=overwrite)
+    else:
+        layout, identity = open_run(config.run_dir) if resume else create_run(config.run_dir, overwrite=overwrite)
     if resume:
         _refuse_other_tasks(config, layout)
     changes = _changes_since_last_start(config, layout) if resume else ()
     write_config(config, layout)
     return PreparedRun(layout, identity, resume, changes)
+
+
+def _forked(config: RunConfig, fork: Fork, *, overwrite: bool) -> tuple[RunLayout, RunIdentity]:
+    """Raises: RunDirError, CheckpointError, ConfigError if there would be nothing left to train."""
+    from async_rl.trainer.fork import fork_origin, write_fork  # not for other runs: it brings torch
+
+    origin_layout, origin_identity = open_run(fork.run_dir)
+    if config.run_dir.resolve() == origin_layout.root.resolve():
+        raise RunDirError(f"run_dir={config.run_dir} is the run to fork from; name another --run_dir")
+    origin = fork_origin(origin_layout, fork.step)
+    if config.trainer.max_steps <= origin.step:
+        raise ConfigError(
+            f"trainer.max_steps={config.trainer.max_steps} is not above the step {origin.step} that the fork begins from; "
+            f"raise --trainer.max_steps"
+        )
+    layout, identity = create_run(
+        config.run_dir,
+        overwrite=overwrite,
+        forked_from=f"{origin_identity.run_id}@{origin.step}",
+        first_version=origin.step,
+    )
+    write_fork(origin, layout, same_prompts=not _other_tasks(config, origin_layout))
+    return layout, identity
 
 
 def write_config(config: RunConfig, layout: RunLayout) -> None:
@@ -64,17 +108,21 @@ def without_password(url: str) -> str:
 
 
 def _refuse_other_tasks(config: RunConfig, layout: RunLayout) -> None:
+    for key, old, new in _other_tasks(config, layout):
+        raise ConfigError(
+            f"{key} was {_shown(old, key)} and cannot become {_shown(new, key)} in a resumed run: its tasks are named by "
+            f"their place in the data; leave it, or start another run"
+        )
+
+
+def _other_tasks(config: RunConfig, layout: RunLayout) -> Sequence[tuple[str, Any, Any]]:
+    """(key, there, here) of every setting under which the run in `layout` has other tasks than `config` would have."""
     try:
         before = load_config(layout.config_toml, env={}).config
     except (ConfigError, OSError):
-        return  # said by `_changes_since_last_start`
-    for key in FIXED_KEYS:
-        old, new = _value(before, key), _value(config, key)
-        if old != new:
-            raise ConfigError(
-                f"{key} was {_shown(old, key)} and cannot become {_shown(new, key)} in a resumed run: its tasks are named by "
-                f"their place in the data; leave it, or start another run"
-            )
+        return ()  # said by `_changes_since_last_start`
+    pairs = ((key, _value(before, key), _value(config, key)) for key in FIXED_KEYS)
+    return [(key, old, new) for key, old, new in pairs if old != new]
 
 
 def changed_settings(before: RunConfig, now: RunConfig) -> Sequence[str]:
@@ -95,7 +143,7 @@ def _changes_since_last_start(config: RunConfig, layout: RunLayout) -> Sequence[
 
 def _as_written(config: RunConfig) -> RunConfig:
     redis = config.redis.model_copy(update={"url": without_password(config.redis.url)})
-    return config.model_copy(update={"redis": redis})
+    return config.model_copy(update={"redis": redis, "run_dir": config.run_dir.absolute()})
 
 
 def _value(config: RunConfig, key: str) -> Any:

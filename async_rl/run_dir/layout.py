@@ -88,9 +88,15 @@ class RunIdentity:
     run_id: str
     created_at_s: float
     schema_version: int = RUN_SCHEMA_VERSION
+    forked_from: str | None = None
+    """`run id@step` of the checkpoint that it began from."""
+    first_version: int = 0
+    """Policy version that it began from."""
 
 
-def create_run(root: Path, *, overwrite: bool = False) -> tuple[RunLayout, RunIdentity]:
+def create_run(
+    root: Path, *, overwrite: bool = False, forked_from: str | None = None, first_version: int = 0
+) -> tuple[RunLayout, RunIdentity]:
     """Make a new run directory.
 
     Raises: RunDirError if the directory holds a run (and not `overwrite`), or anything else that is not ours.
@@ -106,7 +112,9 @@ def create_run(root: Path, *, overwrite: bool = False) -> tuple[RunLayout, RunId
     try:
         for directory in (root, layout.logs_dir, layout.intake_dir, layout.checkpoints_dir):
             directory.mkdir(parents=True, exist_ok=True)
-        identity = RunIdentity(run_id=new_run_id(root), created_at_s=time.time())
+        identity = RunIdentity(
+            run_id=new_run_id(root), created_at_s=time.time(), forked_from=forked_from, first_version=first_version
+        )
         write_atomic(layout.run_json, json.dumps(asdict(identity), indent=2).encode())
     except OSError as error:
         raise RunDirError(f"run_dir={root} cannot be written: {error.strerror}; name another --run_dir") from error

@@ -178,7 +178,8 @@ def _refuse_records_behind(path: Path, data: mmap.mmap, start: int, size: int, *
             length, crc, kind = FRAME.unpack_from(data, offset)
             body_start = offset + FRAME.size
             end = body_start + length
-            if kind in KINDS and end <= size and _crc(kind, view[body_start:end]) == crc:
+            # No record is empty; and the checksum of nothing is the kind itself, which small integers in a payload look like.
+            if length > 0 and kind in KINDS and end <= size and _crc(kind, view[body_start:end]) == crc:
                 raise IntakeLogError(
                     f"{path}: the record at {start} is damaged, and whole ones stand behind it (at {offset}); restore the "
                     f"file. If this machine lost its power, cut it to {start} bytes: nothing that was acknowledged is lost"

@@ -180,10 +180,19 @@ def open_checkpoint(path: Path) -> Checkpoint:
             what = "is missing" if size is None else f"has {size} bytes"
             raise CheckpointError(f"{file} {what}, {expected['bytes']} were written; the checkpoint is incomplete")
     for name, expected in files.items():
-        if _hash(path / name) != expected["xxh3"]:
+        if file_hash(path / name) != expected["xxh3"]:
             raise CheckpointError(f"{path / name} does not match its hash; the checkpoint is damaged")
     meta = json.loads((path / META).read_text())
     return Checkpoint(path=path, step=meta["step"], meta=meta["meta"])
+
+
+def checkpoint_of_step(directory: Path, step: int) -> Checkpoint:
+    """Return the checkpoint of `step`, verified. Raises: CheckpointError that says which there are, or what is wrong."""
+    path = directory / f"step_{step:08d}"
+    if path.is_dir():
+        return open_checkpoint(path)
+    there = ", ".join(str(int(found.name.removeprefix("step_"))) for found in reversed(completed(directory)))
+    raise CheckpointError(f"{directory} has no checkpoint of step {step}; it has {there or 'none'}")
 
 
 def completed(directory: Path) -> list[Path]:
@@ -293,7 +302,7 @@ def _finish(
             _copy_model_files(state.model_source, temporary / MODEL_FILES)
         _write(temporary / META, {"step": step, "meta": meta})
         files = sorted(path for path in temporary.rglob("*") if path.is_file())
-        marker = {str(path.relative_to(temporary)): {"bytes": path.stat().st_size, "xxh3": _hash(path)} for path in files}
+        marker = {str(path.relative_to(temporary)): {"bytes": path.stat().st_size, "xxh3": file_hash(path)} for path in files}
         for path in [*files, *(path for path in temporary.rglob("*") if path.is_dir()), temporary]:
             fsync_directory(path)  # opens read-only and fsyncs: right for files too
         _write(temporary / COMPLETE, {"format": FORMAT, "files": marker})
@@ -327,7 +336,8 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _hash(path: Path) -> str:
+def file_hash(path: Path) -> str:
+    """xxh3-64 of a file's bytes, as the marker has it."""
     digest = xxhash.xxh3_64()
     with path.open("rb") as file:
         for block in _blocks(file):

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from async_rl.errors import CheckpointError, RunDirError
 from async_rl.model.load import no_progress_bars
 from async_rl.run_dir.layout import RunLayout
-from async_rl.trainer.checkpoint import MODEL_FILES, Checkpoint, find_latest, model_state, open_checkpoint
+from async_rl.trainer.checkpoint import MODEL_FILES, Checkpoint, checkpoint_of_step, find_latest, model_state
 
 
 def export_hf(run_dir: Path, to: Path, *, step: int | None = None) -> Path:
@@ -24,7 +24,7 @@ def export_hf(run_dir: Path, to: Path, *, step: int | None = None) -> Path:
     """
     checkpoints = RunLayout(run_dir).checkpoints_dir
     if step is not None:
-        return export_checkpoint(open_checkpoint(checkpoints / f"step_{step:08d}"), to)
+        return export_checkpoint(checkpoint_of_step(checkpoints, step), to)
     found = find_latest(checkpoints)
     if found.latest is None:
         why = "; ".join(skipped.reason for skipped in found.skipped) or "it is empty"

@@ -184,6 +184,10 @@ class Learner:
         done: Future[Path] = self._call("save", {"version": progress.version, "meta": meta, "epoch": epoch})
         return done
 
+    def full_weights(self) -> dict[str, Tensor]:
+        """A copy of every tensor of the policy, whole. For one rank alone."""
+        return {name: tensor.clone() for name, tensor in self._policy.named_full_tensors()}
+
     def idle(self) -> None:
         """Keep the other ranks' collectives from timing out while rank 0 waits for groups."""
         if self._ranks.world_size > 1 and time.monotonic() - self._last_command > IDLE_EVERY_S:

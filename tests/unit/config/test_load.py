@@ -284,3 +284,29 @@ def test_defaults_are_documented_in_every_section():
     undocumented = [name for name, field in leaf_fields(RunConfig).items() if not field.description]
     assert undocumented == []
     assert all(section.__doc__ for section in sections(RunConfig).values())
+
+
+@pytest.fixture
+def moved_run(tmp_path: Path) -> Path:
+    """The config that a run wrote at /old/run, where the run lies now."""
+    (tmp_path / "run.json").touch()
+    text = 'run_dir = "/old/run"\n[model]\npath = "/old/run/model"\n[data]\nsource = "/old/run/data/rows.jsonl"\n'
+    (tmp_path / "config.toml").write_text(text)
+    return tmp_path / "config.toml"
+
+
+def test_a_run_s_own_config_is_read_where_the_run_lies_now(moved_run: Path):
+    home = moved_run.parent
+    config = load_config(moved_run, [], {}).config
+    assert (config.run_dir, config.model.path, config.data.source) == (home, home / "model", str(home / "data/rows.jsonl"))
+
+
+def test_what_a_moved_run_names_elsewhere_stays_where_it_was(moved_run: Path):
+    config = load_config(moved_run, ["--model.path=/models/m", "--data.source=./rows.jsonl", "--run_dir=/other"], {}).config
+    assert (config.run_dir, config.model.path, config.data.source) == (Path("/other"), Path("/models/m"), "./rows.jsonl")
+
+
+def test_a_config_of_the_user_s_own_may_name_any_run_directory(moved_run: Path):
+    (moved_run.parent / "run.json").unlink()
+    config = load_config(moved_run, [], {}).config
+    assert (config.run_dir, config.model.path) == (Path("/old/run"), Path("/old/run/model"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -163,6 +164,19 @@ def test_damage_with_whole_records_behind_it_is_no_torn_tail(tmp_path: Path) -> 
         read_log(tmp_path)
     with pytest.raises(IntakeLogError, match="restore the file"):
         IntakeLog.open(tmp_path, epoch=2)
+
+
+def test_small_integers_in_a_torn_payload_are_no_record_behind_the_damage(tmp_path: Path) -> None:
+    """An empty body's checksum is its kind: three small numbers in a row look like a record without one."""
+    log = IntakeLog.open(tmp_path, epoch=1)
+    log.append([GroupRecord("a", b"payload"), GroupRecord("b", struct.pack("<4I", 0, 2, 2, 9) * 8)])
+    log.sync()
+    start = log.index.groups["b"].offset
+    path = tmp_path / "000001-000000.log"
+    path.write_bytes(path.read_bytes()[:-3])
+    index = IntakeLog.open(tmp_path, epoch=2).index
+    assert list(index.groups) == ["a"]
+    assert any(f"after offset {start} are torn" in warning for warning in index.warnings)
 
 
 def test_a_sealed_segment_that_got_shorter_is_an_error(tmp_path: Path) -> None:
