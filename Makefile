@@ -42,8 +42,8 @@ install-dev: $(VENV)/.installed-dev  ## Make .venv with what tests and checks ne
 demo: install  ## Train a tiny model on sort_digits: every role a process, minutes on two cores
 	$(BIN)/async-rl demo $(if $(filter --resume,$(ARGS)),,--overwrite) $(ARGS)
 
-test: install-dev  ## Unit, contract, golden and integration tests
-	$(BIN)/python -m pytest $(ARGS)
+test: install-dev  ## Unit, contract, golden and integration tests; in one process: ARGS="-n 0"
+	$(BIN)/python -m pytest -n auto --dist loadgroup $(ARGS)
 
 test-chaos: install-dev  ## Kill the demo's processes at random, Redis included; fewer kills: ARGS=--smoke
 	$(BIN)/python -m pytest tests/chaos -m chaos --timeout 900 $(ARGS)

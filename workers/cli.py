@@ -172,7 +172,7 @@ def show(
 ) -> None:
     """Show trajectories of a run: every token with its logprob and policy version, and the reward."""
     from async_rl.launch.look import config_of_run
-    from async_rl.model.load import load_tokenizer
+    from async_rl.model.tokenizer import load_tokenizer
     from async_rl.monitor.trajectories import find_groups, print_group
 
     del debug

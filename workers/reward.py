@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 
 from async_rl.environments.episodes import Decode
-from async_rl.model.load import load_tokenizer
 from async_rl.reward.loop import RewardLoop, RewardSettings
 from async_rl.reward.pool import ScoringPool
 from workers.arguments import RoleArguments, role_main
@@ -53,6 +52,8 @@ def num_processes(max_concurrent: int) -> int:
 
 
 def _decoder(arguments: RoleArguments) -> Decode:
+    from async_rl.model.tokenizer import load_tokenizer  # transformers takes seconds, which --help and --dry-run do without
+
     tokenizer = load_tokenizer(arguments.config.model.path)
 
     def decode(token_ids: Sequence[int]) -> str:

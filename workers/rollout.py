@@ -2,22 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from functools import partial
-from typing import cast
-
-import torch
-
-from async_rl.environments.load import load_environment
-from async_rl.model.load import load_tokenizer, stop_token_ids
-from async_rl.registry.redis_registry import RedisRegistry
-from async_rl.reward.score import score_episode
-from async_rl.rollout.group import GroupRollout, RolloutLimits, Tokenizer
-from async_rl.rollout.loop import RolloutLoop, RolloutSettings
-from async_rl.rollout.torch_engine import TorchEngine
-from async_rl.weights.receiver import Receiver
 from workers.arguments import RoleArguments, role_main
-from workers.connect import connect, run_until_stopped
 
 
 def main() -> None:
@@ -34,54 +19,9 @@ def plan(arguments: RoleArguments) -> dict[str, str]:
 
 def run(arguments: RoleArguments) -> None:
     """Start the engine and serve tasks until the run has ended or SIGTERM asks to drain."""
-    torch.set_num_threads(arguments.config.rollout.num_threads)
-    asyncio.run(_serve(arguments))
+    from workers.rollout_engine import serve  # torch and transformers take seconds, which --help and --dry-run do without
 
-
-async def _serve(arguments: RoleArguments) -> None:
-    config = arguments.config
-    engine = TorchEngine(config.model.path, config.rollout, f"engine-{arguments.worker_id}")
-    await engine.start()
-    streams = connect(arguments)
-    await streams.open()
-    registry = RedisRegistry(streams.client, arguments.run_id)
-    receiver = Receiver(engine, registry, config.weights, engine_id=engine.engine_id, worker_id=arguments.worker_id)
-    settings = RolloutSettings(
-        worker_id=arguments.worker_id,
-        max_groups_in_flight=config.rollout.max_groups_in_flight,
-        lease_s=config.redis.lease_s,
-        drain_s=config.launch.drain_s,
-        max_deliveries=config.redis.max_deliveries,
-        reopen_wait_s=config.redis.retry_s,
-        unscored=config.reward.placement == "workers",
-        metrics_path=arguments.layout.worker_metrics_jsonl(f"rollout-{arguments.index}"),
-    )
-    loop = RolloutLoop(streams, registry, engine, _group_rollout(arguments, engine), receiver, settings)
-    try:
-        await run_until_stopped(loop.run(), loop.stop)
-    finally:
-        await engine.close()
-        await registry.close()
-        await streams.close()
-
-
-def _group_rollout(arguments: RoleArguments, engine: TorchEngine) -> GroupRollout:
-    config = arguments.config
-    tokenizer = load_tokenizer(config.model.path)
-    environment = load_environment(config.environment)
-    limits = RolloutLimits(config.rollout.max_turns, engine.max_context, config.rollout.max_new_tokens)
-    score = partial(score_episode, environment, timeout_s=config.reward.timeout_s)
-    return GroupRollout(
-        engine,
-        cast(Tokenizer, tokenizer),
-        environment,
-        limits,
-        worker_id=arguments.worker_id,
-        stop_token_ids=stop_token_ids(config.model.path, tokenizer),
-        score=score if config.reward.placement == "inline" else None,
-        observe_timeout_s=config.reward.timeout_s,
-        skip_long_prompts=config.data.on_long_prompt == "skip",
-    )
+    serve(arguments)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-
-from async_rl.registry.redis_registry import RedisRegistry
-from async_rl.trainer.assemble import make_learner
-from async_rl.trainer.distributed import Ranks, joined_ranks
-from async_rl.trainer.learner import Learner
-from async_rl.trainer.loop import TrainerLoop, TrainerResult
 from workers.arguments import RoleArguments, role_main
-from workers.connect import STOPPED, connect, run_until_stopped
 
 
 def main() -> None:
@@ -27,28 +19,9 @@ def plan(arguments: RoleArguments) -> dict[str, str]:
 
 def run(arguments: RoleArguments) -> None:
     """Join the ranks, load the policy, train (rank 0) or follow."""
-    config = arguments.config.trainer
-    with joined_ranks(config.world_size, device=config.device, timeout_s=config.idle_timeout_s) as ranks:
-        learner = make_learner(arguments.config, ranks)
-        if not ranks.is_first:
-            learner.follow()
-            return
-        result = asyncio.run(_lead(arguments, learner, ranks))
-    if not result.finished:
-        raise SystemExit(STOPPED)
+    from workers.trainer_rank import train  # torch and transformers take seconds, which --help and --dry-run do without
 
-
-async def _lead(arguments: RoleArguments, learner: Learner, ranks: Ranks) -> TrainerResult:
-    streams = connect(arguments)
-    await streams.open()
-    registry = RedisRegistry(streams.client, arguments.run_id)
-    loop = TrainerLoop(arguments.config, streams=streams, registry=registry, learner=learner, worker_id=arguments.worker_id)
-    try:
-        return await run_until_stopped(loop.run(), loop.stop)
-    finally:
-        learner.stop()
-        await registry.close()
-        await streams.close()
+    train(arguments)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from async_rl.config import RunConfig
 from async_rl.environments.base import Environment, Episode
 from async_rl.environments.load import load_environment
 from async_rl.evaluation.held_out import EvaluationPlan, EvaluationResult, evaluate
-from async_rl.model.load import load_tokenizer, stop_token_ids
+from async_rl.model.tokenizer import load_tokenizer, stop_token_ids
 from async_rl.rollout.group import GroupRollout, RolloutLimits, Score, Tokenizer
 from async_rl.rollout.torch_engine import TorchEngine
 from protocol.messages import Reward

@@ -1,4 +1,4 @@
-"""Load a causal LM and its tokenizer from a local Hugging Face directory, with errors that name the file and the remedy."""
+"""Load a causal LM from a local Hugging Face directory, with errors that name the file and the remedy."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from async_rl.errors import ConfigError, DataError
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+from async_rl.model.tokenizer import first_line, model_directory
 
 
 def load_causal_lm(
@@ -29,7 +28,7 @@ def load_causal_lm(
     Raises: DataError if the directory or one of its files is missing or unreadable; ConfigError if the model is of a kind
     that cannot be trained or sampled as a causal LM, or does not fit `attn` or `device`.
     """
-    directory = _model_directory(path)
+    directory = model_directory(path)
     if not any(directory.glob("*.safetensors")):
         raise DataError(
             f"model.path={directory} has no *.safetensors file; save the model with save_pretrained "
@@ -47,48 +46,14 @@ def load_causal_lm(
                 output_loading_info=True,
             )
     except (ValueError, ImportError, NotImplementedError) as error:
-        raise ConfigError(f"model.path={directory} cannot be loaded as a causal LM: {_first_line(error)}") from error
+        raise ConfigError(f"model.path={directory} cannot be loaded as a causal LM: {first_line(error)}") from error
     except Exception as error:  # safetensors, OS and size errors share no base class
-        raise DataError(f"model.path={directory} is damaged or incomplete: {_first_line(error)}") from error
+        raise DataError(f"model.path={directory} is damaged or incomplete: {first_line(error)}") from error
     _refuse_made_up_weights(directory, info)
     try:
         return cast(PreTrainedModel, model.to(device).eval())
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device={device} cannot hold the model: {_first_line(error)}") from error
-
-
-def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer beside a model.
-
-    Raises: DataError if the directory has no readable tokenizer.
-    """
-    directory = _model_directory(path)
-    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
-        raise DataError(f"model.path={directory} has no tokenizer.json; save it there with tokenizer.save_pretrained")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises bare Exception
-        raise DataError(f"the tokenizer in model.path={directory} cannot be read: {_first_line(error)}") from error
-    return cast(PreTrainedTokenizerBase, tokenizer)
-
-
-def stop_token_ids(path: Path | str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Where sampling ends: the tokenizer's end of text, and what the model's own generation config ends with."""
-    stops = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
-    if (Path(path) / "generation_config.json").is_file():
-        own = GenerationConfig.from_pretrained(path).eos_token_id
-        stops.update([own] if isinstance(own, int) else own or [])
-    return sorted(stops)
-
-
-def _model_directory(path: Path | str) -> Path:
-    directory = Path(path)
-    if not directory.is_dir():
-        what = "is not a directory" if directory.exists() else "does not exist"
-        raise DataError(f"model.path={directory} {what}; give the directory of a Hugging Face causal LM")
-    if not (directory / "config.json").is_file():
-        raise DataError(f"model.path={directory} has no config.json; give the directory of a Hugging Face causal LM")
-    return directory
+        raise ConfigError(f"device={device} cannot hold the model: {first_line(error)}") from error
 
 
 def _refuse_made_up_weights(directory: Path, info: dict[str, Any]) -> None:
@@ -113,8 +78,3 @@ def no_progress_bars() -> Iterator[None]:
     finally:
         if enabled:
             enable()
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -26,6 +26,7 @@ from protocol.redis_streams import RedisStreams
 
 MARK = "BAD_INPUT_TEST"
 REWARD = "def score(completion, row):\n    return float(len(completion) % 3)\n"
+pytestmark = pytest.mark.xdist_group("runs")
 BOUNDED_S = 90.0  # far above what any of these takes: a command that hangs fails here, not at the suite's limit
 
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 import redis
 
@@ -27,6 +26,7 @@ from async_rl.launch.processes import RoleSpec
 from async_rl.launch.role_table import REDIS_URL_VARIABLE
 from async_rl.run_dir.files import read_json_lines
 from async_rl.run_dir.layout import RunLayout
+from async_rl.testing.processes import children
 
 PING = (
     "import os, redis; client = redis.Redis.from_url(os.environ['ASYNC_RL_REDIS__URL']); "
@@ -71,7 +71,7 @@ def roles(monkeypatch: pytest.MonkeyPatch) -> Roles:
 
 
 def nothing_left(run_dir: Path) -> bool:
-    return not psutil.Process().children(recursive=True) and not (run_dir / "redis" / "redis.sock").exists()
+    return not children() and not (run_dir / "redis" / "redis.sock").exists()
 
 
 def supervisor_events(run_dir: Path) -> list[str]:
@@ -154,7 +154,7 @@ def test_a_server_that_dies_and_may_not_be_restarted_ends_the_run(config: RunCon
     with pytest.raises(QueueUnavailable, match="the embedded Redis server ended"):
         run(config, console=False)
     killer.join()
-    assert not psutil.Process().children(recursive=True)
+    assert not children()
 
 
 def _kill_server(run_dir: Path) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from async_rl.errors import DeadlineExceeded, RoleFailed
@@ -18,6 +17,7 @@ from async_rl.launch.processes import RoleSpec
 from async_rl.launch.restarts import RestartPolicy
 from async_rl.launch.supervisor import Patience, StopRequest, Supervisor
 from async_rl.logs import Event
+from async_rl.testing.processes import children
 
 FOREVER = "import time; time.sleep(600)"
 POLICY = RestartPolicy(max_restarts=3, backoff_s=0.02, max_backoff_s=0.05)
@@ -72,7 +72,7 @@ def starts(path: Path, then: str) -> str:
 
 
 def nothing_left() -> bool:
-    return not psutil.Process().children(recursive=True)
+    return not children()
 
 
 def test_a_killed_role_starts_again_and_both_are_told(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 from async_rl.errors import QueueUnavailable, RoleFailed
 from async_rl.launch.processes import RoleSpec
 from async_rl.launch.supervisor import Patience, StopRequest, Supervisor, catch_stop_signals
+from async_rl.testing.processes import children
 
 QUICK = Patience(poll_s=0.02, stop_s=0.6, ending_s=0.6)
 PATIENT = Patience(poll_s=0.02, stop_s=20.0, ending_s=20.0)
@@ -48,7 +49,7 @@ def after(path: Path, text: str = "up") -> str:
 
 
 def nothing_left() -> bool:
-    return not psutil.Process().children(recursive=True)
+    return not children()
 
 
 def gone(pid: int, within_s: float = 5.0) -> bool:

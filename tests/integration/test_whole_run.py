@@ -26,6 +26,8 @@ from protocol.messages import EndReason
 
 DEADLINE_S = 90
 
+pytestmark = pytest.mark.xdist_group("runs")
+
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -43,7 +43,7 @@ def everything_in(package: str) -> str:
         everything_in("async_rl.run_dir"),
         everything_in("async_rl.coordinator"),
         "import workers.arguments",
-        "import workers.coordinator",
+        "import workers.coordinator, workers.reward, workers.rollout, workers.trainer",
     ],
 )
 def test_torch_stays_out_of(statement):

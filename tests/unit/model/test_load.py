@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from async_rl.errors import ConfigError, DataError
-from async_rl.model.load import load_causal_lm, load_tokenizer
+from async_rl.model.load import load_causal_lm
+from async_rl.model.tokenizer import load_tokenizer
 from async_rl.testing.tiny_models import EOS_ID, TinyModel, char_tokenizer, make_tiny_model, save_tiny_model
 
 

@@ -15,7 +15,8 @@ from torch.optim import AdamW
 
 from async_rl.algorithms.losses import ClipRange, LossSettings, decoupled_clip
 from async_rl.errors import CheckpointError, RunDirError
-from async_rl.model.load import load_causal_lm, load_tokenizer
+from async_rl.model.load import load_causal_lm
+from async_rl.model.tokenizer import load_tokenizer
 from async_rl.testing.batches import random_samples
 from async_rl.testing.tiny_models import TinyModel, save_tiny_model
 from async_rl.trainer.checkpoint import (
