@@ -17,10 +17,11 @@ from typing import Any
 import msgpack
 
 from async_rl.errors import IntakeLogError
+from async_rl.run_dir.end_table import EndTable
 from async_rl.run_dir.layout import write_atomic
-from async_rl.run_dir.log_index import LogIndex, Settled, Tally
+from async_rl.run_dir.log_index import LogIndex, Tally
 
-MAGIC = b"ARLCMP01"
+MAGIC = b"ARLCMP02"
 COMPACTED_NAME = re.compile(r"^(\d{6}-\d{6})\.compact$")
 
 
@@ -31,7 +32,7 @@ class Compacted:
     through: str
     """Name of the newest segment that is replaced."""
     base_step: int = 0
-    ends: dict[str, Settled] = field(default_factory=dict)
+    ends: EndTable = field(default_factory=EndTable)
     tally: Tally = field(default_factory=Counter)
     skipped: set[int] = field(default_factory=set)
     twice: set[str] = field(default_factory=set)
@@ -41,7 +42,7 @@ class Compacted:
         """A fresh index that knows these facts."""
         return LogIndex(
             base_step=self.base_step,
-            settled=dict(self.ends),
+            settled=self.ends.copy(),
             tally=Counter(self.tally),
             skipped=set(self.skipped),
             twice=set(self.twice),
@@ -71,14 +72,11 @@ def newest_compacted(directory: Path) -> Compacted | None:
 
 def write_compacted(directory: Path, compacted: Compacted) -> Path:
     """Write it whole or not at all. Raises: OSError."""
-    by_end: dict[Settled, list[str]] = {}
-    for task_id, end in compacted.ends.items():
-        by_end.setdefault(end, []).append(task_id)
     body = msgpack.packb(
         {
             "through": compacted.through,
             "base_step": compacted.base_step,
-            "ends": [[end, step, ids] for (end, step), ids in by_end.items()],
+            "ends": compacted.ends.to_fields(),
             "tally": [[*key, count] for key, count in compacted.tally.items()],
             "skipped": sorted(compacted.skipped),
             "twice": sorted(compacted.twice),
@@ -104,13 +102,10 @@ def read_compacted(path: Path) -> Compacted:
 
 
 def _from_fields(fields: Mapping[str, Any]) -> Compacted:
-    ends: dict[str, Settled] = {}
-    for end, step, ids in fields["ends"]:
-        ends.update(dict.fromkeys(ids, (end, step)))
     return Compacted(
         through=fields["through"],
         base_step=fields["base_step"],
-        ends=ends,
+        ends=EndTable.from_fields(fields["ends"]),
         tally=Counter({(verdict, lag, trained): count for verdict, lag, trained, count in fields["tally"]}),
         skipped=set(fields["skipped"]),
         twice=set(fields["twice"]),

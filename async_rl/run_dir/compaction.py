@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_rl.run_dir.compacted import Compacted, compacted_paths, newest_compacted, write_compacted
+from async_rl.run_dir.end_table import Settled
 from async_rl.run_dir.layout import fsync_directory
-from async_rl.run_dir.log_index import NO_STEP, Settled
+from async_rl.run_dir.log_index import NO_STEP
 from async_rl.run_dir.records import DeadRecord, EndRecord, GroupRecord, Record, StepRecord
 from async_rl.run_dir.segments import read_segment, segment_names
 from protocol.messages import EndReason

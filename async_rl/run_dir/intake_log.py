@@ -19,7 +19,7 @@ from async_rl.errors import IntakeLogError
 from async_rl.run_dir.compacted import newest_compacted
 from async_rl.run_dir.compaction import Compaction, compact, remove_covered
 from async_rl.run_dir.layout import fsync_directory
-from async_rl.run_dir.log_index import LogIndex, Position, task_ends, trained_twice
+from async_rl.run_dir.log_index import LogIndex, Position, count_ends, task_ends, trained_twice, unsettled_ends
 from async_rl.run_dir.records import GroupRecord, HeaderRecord, Record
 from async_rl.run_dir.segments import (
     FRAME,
@@ -40,6 +40,7 @@ __all__ = [
     "IntakeLog",
     "LogIndex",
     "Position",
+    "count_ends",
     "newest_epoch",
     "read_group",
     "read_log",
@@ -47,6 +48,7 @@ __all__ = [
     "segment_names",
     "task_ends",
     "trained_twice",
+    "unsettled_ends",
 ]
 
 ROTATE_BYTES = 256 * 2**20

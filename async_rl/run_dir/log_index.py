@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from async_rl.errors import IntakeLogError
+from async_rl.run_dir.end_table import EndTable, Settled
 from async_rl.run_dir.records import (
     DeadRecord,
     EndRecord,
@@ -19,8 +20,6 @@ from async_rl.run_dir.records import (
 )
 from protocol.messages import EndReason
 
-Settled: TypeAlias = tuple[str, int]
-"""How a task ended (EndReason value), and the index of the step record that ended it (-1: none did)."""
 NO_STEP = -1
 
 Tally: TypeAlias = Counter[tuple[str, int, bool]]
@@ -44,7 +43,7 @@ class LogIndex:
     steps: list[StepRecord] = field(default_factory=list)
     base_step: int = 0
     """Steps below it are settled: only the ends of their tasks are kept."""
-    settled: dict[str, Settled] = field(default_factory=dict)
+    settled: EndTable = field(default_factory=EndTable)
     tally: Tally = field(default_factory=Counter)
     twice: set[str] = field(default_factory=set)
     """Tasks that two settled steps trained: there must be none."""
@@ -135,17 +134,35 @@ class LogIndex:
 
 def task_ends(index: LogIndex) -> Mapping[str, str]:
     """task id → EndReason value, for every task whose end the log knows."""
-    ends = {task_id: end for task_id, (end, _) in index.settled.items()}
+    return {**{task_id: end for task_id, (end, _) in index.settled.pairs()}, **unsettled_ends(index)}
+
+
+def unsettled_ends(index: LogIndex) -> Mapping[str, str]:
+    """The ends that steps from `base_step` on, and newer records, brought; they go before the settled ones."""
+    ends: dict[str, str] = {}
     for record in index.steps:
         ends.update(record.ends(skipped=record.step in index.skipped))
     ends.update(dict.fromkeys(index.dead, EndReason.DEAD.value))
-    ends.update({task_id: EndReason.UNUSED.value for task_id in index.unused if task_id not in ends})
+    for task_id in index.unused:
+        if task_id not in ends and task_id not in index.settled:
+            ends[task_id] = EndReason.UNUSED.value
     return ends
+
+
+def count_ends(index: LogIndex) -> Counter[str]:
+    """Tasks per EndReason value."""
+    counted = index.settled.counts()
+    for task_id, end in unsettled_ends(index).items():
+        known = index.settled.get(task_id)
+        if known is not None:
+            counted[known[0]] -= 1
+        counted[end] += 1
+    return +counted
 
 
 def trained_twice(index: LogIndex) -> tuple[str, ...]:
     """Tasks that more than one applied step trained."""
-    trained = {task_id: step for task_id, (end, step) in index.settled.items() if end == EndReason.TRAINED.value}
+    trained = {task_id: step for task_id, (end, step) in index.settled.pairs() if end == EndReason.TRAINED.value}
     twice = set(index.twice)
     for record in index.steps:
         for task_id, end in record.ends(skipped=record.step in index.skipped).items():

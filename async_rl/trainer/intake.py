@@ -14,7 +14,7 @@ from async_rl.algorithms.staleness import GroupVerdict, Stragglers, TooOld, judg
 from async_rl.config.run import RunConfig
 from async_rl.errors import CodecError, EpochFenced
 from async_rl.logs import Event, get_logger
-from async_rl.run_dir.intake_log import Compaction, IntakeLog, Position, task_ends
+from async_rl.run_dir.intake_log import Compaction, IntakeLog, Position, count_ends, unsettled_ends
 from async_rl.run_dir.records import DeadRecord, EndRecord, GroupRecord, GroupUse, Record, SkipRecord, StepRecord
 from protocol.codec import decode_group
 from protocol.deliveries import group_of
@@ -77,7 +77,7 @@ class Intake:
         self._settings = settings
         self._events = get_logger()
         self._pending: dict[str, _Pending] = {}
-        self._discarded = sum(end != EndReason.TRAINED for end in task_ends(log.index).values())
+        self._discarded = sum(count for end, count in count_ends(log.index).items() if end != EndReason.TRAINED)
         self._writing = asyncio.Lock()
         self._load_pending()
 
@@ -133,9 +133,11 @@ class Intake:
 
     async def record_end(self, outstanding: Iterable[str], *, issued: int) -> tuple[str, ...]:
         """Log what was issued and not used. Returns the ids."""
-        ended = task_ends(self._log.index)
-        unused = tuple(sorted({*outstanding, *self._pending} - ended.keys()))
-        issued = max(issued, len(ended) + len(unused))  # an emptied server may have forgotten some
+        index = self._log.index
+        ended = unsettled_ends(index)
+        left = {*outstanding, *self._pending} - ended.keys()
+        unused = tuple(sorted(task_id for task_id in left if task_id not in index.settled))
+        issued = max(issued, count_ends(index).total() + len(unused))  # an emptied server may have forgotten some
         await self._write([EndRecord(unused, issued)])
         self._pending.clear()
         return unused
@@ -237,9 +239,9 @@ class Intake:
     def _load_pending(self) -> None:
         """Groups that the log has and no record ends."""
         index = self._log.index
-        ended = task_ends(index)
+        ended = unsettled_ends(index)
         for task_id in index.groups:
-            if task_id not in ended:
+            if task_id not in ended and task_id not in index.settled:
                 self._pending[task_id] = _Pending(self._read_group(task_id))
 
     def _trainable(self, version: int) -> list[str]:

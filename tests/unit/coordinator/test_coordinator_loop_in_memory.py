@@ -16,6 +16,7 @@ from async_rl.coordinator.prompts import PromptSource, TaskTemplate
 from async_rl.environments.base import Row
 from async_rl.registry.memory_registry import MemoryRegistry
 from async_rl.registry.versions import EngineRecord, EngineStatus, RegistryState
+from async_rl.run_dir.end_table import EndTable
 from async_rl.run_dir.log_index import LogIndex
 from async_rl.testing.roles import FakeEngine, FakeTrainer, running, until
 from protocol.codec import decode_task
@@ -308,7 +309,7 @@ async def test_tasks_that_were_lost_while_nobody_coordinated_are_found_at_start(
 
 async def test_an_emptied_server_gets_the_tasks_back_that_the_log_does_not_know() -> None:
     streams = MemoryStreams()
-    known = LogIndex(settled={task_id("rows", 0, row, 0): ("trained", 0) for row in (0, 3)})
+    known = LogIndex(settled=EndTable({task_id("rows", 0, row, 0): ("trained", 0) for row in (0, 3)}))
     async with _run(streams=streams, known=known) as run:
         await run.trainer.start()
         await run.settles_at(8)
