@@ -15,7 +15,7 @@ AsyncRLError
 ├── DeadlineExceeded       who waited for whom, and how long                  (exit code 5)
 └── RoleFailed             a role process ended with an error                 (exit code of the role)
 protocol.errors.ProtocolError and its children are re-exported beside them   (QueueRefused, QueueUnavailable: exit code 6;
-EpochFenced: exit code 7)
+EpochFenced: exit code 7; WorkStalled: exit code 5)
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from protocol.errors import (
     QueueFull,
     QueueRefused,
     QueueUnavailable,
+    WorkStalled,
 )
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "RunDirError",
     "ShapeError",
     "WeightPushError",
+    "WorkStalled",
     "exit_code",
 ]
 
@@ -132,4 +134,6 @@ def exit_code(error: BaseException) -> int:
         return 6
     if isinstance(error, EpochFenced):
         return FENCED
+    if isinstance(error, WorkStalled):
+        return DeadlineExceeded.exit_code
     return 1

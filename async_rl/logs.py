@@ -54,6 +54,7 @@ class Event(StrEnum):
     WORKER_LOST = "worker.lost"
     WORKER_DRAINING = "worker.draining"
     WORK_LEFT = "work.left"
+    WORK_STALLED = "work.stalled"
     TASK_DEAD = "task.dead"
     TASK_RECLAIMED = "task.reclaimed"
     DUPLICATE_WORK = "work.duplicate"

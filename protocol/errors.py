@@ -5,6 +5,7 @@ ProtocolError
 ├── MessageTooLarge       above redis.max_message_bytes
 ├── QueueUnavailable      the server does not answer (retry)
 │   └── QueueFull         the server is at maxmemory (wait, retry)
+├── WorkStalled           a worker's thread hangs (end the process)
 ├── QueueRefused          the server cannot be used safely (change it)
 └── EpochFenced           a newer trainer incarnation exists (stop)
 """
@@ -30,6 +31,10 @@ class QueueUnavailable(ProtocolError):
 
 class QueueFull(QueueUnavailable):
     """The server is at maxmemory and refuses writes."""
+
+
+class WorkStalled(ProtocolError):
+    """A worker's work made no progress for so long that its lease is gone; says what it was."""
 
 
 class QueueRefused(ProtocolError):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
+import os
 import signal
+import sys
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+from async_rl.errors import WorkStalled
 from async_rl.launch.embedded_redis import resolve_url
 from protocol.redis_streams import RedisStreams
-from workers.arguments import RoleArguments
+from workers.arguments import RoleArguments, describe, main_cause
 
 T = TypeVar("T")
 
@@ -49,6 +53,18 @@ async def run_until_stopped(work: Coroutine[Any, Any, T], stop: Callable[[], Non
         loop.add_signal_handler(one, on_signal)
     try:
         return await task
+    except BaseExceptionGroup as error:
+        if isinstance(stalled := main_cause(error), WorkStalled):
+            _end_at_once(stalled)
+        raise
     finally:
         for one in signals:
             loop.remove_signal_handler(one)
+
+
+def _end_at_once(error: WorkStalled) -> NoReturn:
+    """A thread that hangs would keep an ordinary end waiting for ever: say where every thread is, and go."""
+    message, code = describe(error)
+    faulthandler.dump_traceback(sys.__stderr__ or 2)
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    os._exit(code)

@@ -42,6 +42,7 @@ async def _serve(arguments: RoleArguments) -> None:
         max_deliveries=config.redis.max_deliveries,
         reopen_wait_s=config.redis.retry_s,
         unscored=config.reward.placement == "workers",
+        progress_s=config.redis.progress_timeout_s,
         metrics_path=arguments.layout.worker_metrics_jsonl(f"rollout-{arguments.index}"),
     )
     loop = RolloutLoop(streams, registry, engine, _group_rollout(arguments, engine), receiver, settings)

@@ -16,7 +16,10 @@ from workers.connect import STOPPED, connect, run_until_stopped
 def train(arguments: RoleArguments) -> None:
     """Join the ranks, load the policy, train (rank 0) or follow."""
     config = arguments.config.trainer
-    with joined_ranks(config.world_size, device=config.device, timeout_s=config.idle_timeout_s) as ranks:
+    dump_after_s = arguments.config.redis.progress_timeout_s
+    with joined_ranks(
+        config.world_size, device=config.device, timeout_s=config.idle_timeout_s, dump_after_s=dump_after_s
+    ) as ranks:
         learner = make_learner(arguments.config, ranks)
         if not ranks.is_first:
             learner.follow()

@@ -35,7 +35,11 @@ class RedisConfig(StrictModel):
     retry_s: float = Field(60.0, gt=0)
     """How long a role keeps trying to reach a lost server."""
     lease_s: float = Field(15.0, gt=0)
-    """A worker that made no progress for this long loses its work to others."""
+    """A worker that did not renew its lease for this long loses its work to others."""
+    progress_timeout_s: float = Field(600.0, gt=0)
+    """A lease is renewed only while work makes progress: between two decoded tokens of an engine, or two micro-batches of a
+    trainer, no more than this may pass. A process that stands still for redis.lease_s longer ends itself. Leave time for the
+    slowest single one, compilation included."""
     max_deliveries: int = Field(3, ge=1)
     """An entry that was delivered this often without success goes to the dead stream."""
     ca_file: Path | None = Field(None, strict=False)

@@ -21,10 +21,10 @@ from async_rl.logs import Event, get_logger
 from async_rl.registry.versions import RegistryState, VersionRegistry, min_served
 from async_rl.run_dir.log_index import LogIndex
 from protocol.codec import encode
+from protocol.lease import LeaseKeeper, Work
 from protocol.messages import PromptTask
 from protocol.run_end import RunEnd
 from protocol.streams import Counters, IssuedTask, RunState, Streams
-from protocol.whereabouts import whereabouts
 
 ROLE = "coordinator"
 ISSUE_BATCH = 64
@@ -45,6 +45,7 @@ class CoordinatorSettings:
     lease_s: float
     push_deadline_s: float
     reopen_wait_s: float
+    progress_s: float = 600.0  # longest stand-still of reading prompts or the log that the lease is renewed for
 
     @staticmethod
     def from_config(config: RunConfig, worker_id: str, *, first_version: int = 0) -> CoordinatorSettings:
@@ -57,6 +58,7 @@ class CoordinatorSettings:
             lease_s=config.redis.lease_s,
             push_deadline_s=config.weights.deadline_s,
             reopen_wait_s=config.redis.retry_s,
+            progress_s=config.redis.progress_timeout_s,
         )
 
 
@@ -90,6 +92,16 @@ class CoordinatorLoop:
         self._pushes = PushSupervisor(registry, self._leases.read, deadline_s=settings.push_deadline_s, clock=unix_clock)
         self._end = RunEnd(streams, reopen_wait_s=settings.reopen_wait_s, clock=clock)
         self._stopping = asyncio.Event()
+        self._reading, self._mending = Work(clock=clock), Work(clock=clock)
+        self._lease = LeaseKeeper(
+            streams,
+            settings.worker_id,
+            ROLE,
+            lease_s=settings.lease_s,
+            progress_s=settings.progress_s,
+            works=[self._reading, self._mending],
+            on_stall=lambda reason: self._log.error(Event.WORK_STALLED, reason=reason),
+        )
         self._unserved_since: float | None = None
         self._said_unserved = False
         self._said_full = False
@@ -105,7 +117,7 @@ class CoordinatorLoop:
         """
         await self._streams.open()
         async with asyncio.TaskGroup() as tasks:
-            helpers = [tasks.create_task(work) for work in (self._heartbeat(), self._pushes.run(), self._watch_server())]
+            helpers = [tasks.create_task(work) for work in (self._lease.run(), self._pushes.run(), self._watch_server())]
             stopped = tasks.create_task(self._stopping.wait())
             issuing = tasks.create_task(self._issue_until_the_end())
             await asyncio.wait({stopped, issuing}, return_when=asyncio.FIRST_COMPLETED)
@@ -148,7 +160,8 @@ class CoordinatorLoop:
         )
         if room == 0:
             return False
-        tasks = await asyncio.to_thread(self._tasks_from, counters.cursor, min(room, ISSUE_BATCH))
+        with self._reading.doing("reading prompts"):
+            tasks = await asyncio.to_thread(self._tasks_from, counters.cursor, min(room, ISSUE_BATCH))
         return await self._issue(counters.cursor, tasks)
 
     async def _issue(self, cursor: int, tasks: Sequence[IssuedTask]) -> bool:
@@ -198,11 +211,6 @@ class CoordinatorLoop:
             self._log.warning(Event.WAITING, waiting_for="a healthy engine that serves a version", seconds=round(waited_s, 1))
 
     # -- beside it ---------------------------------------------------------------------------------------------------
-    async def _heartbeat(self) -> None:
-        while True:
-            await self._streams.heartbeat(self._settings.worker_id, ROLE, ttl_s=self._settings.lease_s, info=whereabouts())
-            await asyncio.sleep(self._settings.lease_s / 4)
-
     async def _watch_server(self) -> None:
         """Mend the queue at start and whenever the server is another process than before: it may have lost writes."""
         server: str | None = None
@@ -221,7 +229,8 @@ class CoordinatorLoop:
         counters = await self._streams.counters()
         if not counters.has_losses:
             return
-        index = await asyncio.to_thread(self._read_log)
+        with self._mending.doing("reading the intake log"):
+            index = await asyncio.to_thread(self._read_log)
         readmitted = 0
         try:
             for start in range(counters.lost_from, counters.lost_below, ISSUE_BATCH):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -19,11 +20,11 @@ from async_rl.logs import Event, get_logger
 from async_rl.run_dir.files import JsonLinesWriter
 from protocol.codec import encode
 from protocol.deliveries import group_of
+from protocol.lease import LeaseKeeper
 from protocol.messages import FinishReason, PromptTask, Reward, Trajectory, TrajectoryGroup
 from protocol.patience import publish_patiently
 from protocol.run_end import RunEnd
 from protocol.streams import Delivery, Publication, Stream, Streams
-from protocol.whereabouts import whereabouts
 
 ROLE = "reward"
 READ_BLOCK_S = 1.0
@@ -72,6 +73,15 @@ class RewardLoop:
         self._room = asyncio.Event()
         self._stopping = asyncio.Event()
         self._figures = _Figures(clock())
+        # Scores have time-outs of their own, and no thread of this process makes them: the loop itself is what could hang.
+        self._lease = LeaseKeeper(
+            streams,
+            settings.worker_id,
+            ROLE,
+            lease_s=settings.lease_s,
+            progress_s=math.inf,
+            info=lambda: {"in_flight": str(len(self._held))},
+        )
 
     def stop(self) -> None:
         """Drain: take nothing new, score and publish what is held, leave."""
@@ -81,9 +91,9 @@ class RewardLoop:
     async def run(self) -> None:
         """Score. Raises: QueueUnavailable after redis.retry_s; what was held stays in the queue for others."""
         await self._streams.open()
-        await self._renew()
+        await self._lease.renew()
         async with asyncio.TaskGroup() as background:
-            helpers = [background.create_task(self._heartbeat()), background.create_task(self._write_metrics())]
+            helpers = [background.create_task(self._lease.run()), background.create_task(self._write_metrics())]
             async with asyncio.TaskGroup() as groups:
                 await self._take_groups(groups)
                 await self._drain()
@@ -206,16 +216,6 @@ class RewardLoop:
         await self._streams.bury(delivery, task_id=delivery.task_id, reason=reason)
 
     # -- beside it ---------------------------------------------------------------------------------------------------
-    async def _renew(self) -> None:
-        info = {"in_flight": str(len(self._held)), **whereabouts()}
-        await self._streams.heartbeat(self._settings.worker_id, ROLE, ttl_s=self._settings.lease_s, info=info)
-
-    async def _heartbeat(self) -> None:
-        """Renew the lease from the loop itself: a loop that hangs loses its work to others."""
-        while True:
-            await asyncio.sleep(self._settings.lease_s / 4)
-            await self._renew()
-
     async def _write_metrics(self) -> None:
         if self._settings.metrics_path is None:
             return

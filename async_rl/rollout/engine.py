@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from async_rl.weights.interfaces import Scorer, WeightSink
+from protocol.lease import Work
 from protocol.messages import FinishReason, SamplingParams
 
 
@@ -43,6 +44,11 @@ class RolloutEngine(Scorer, WeightSink, Protocol):
     @property
     def max_context(self) -> int:
         """Prompt and sampled tokens of one sequence, at most."""
+        ...
+
+    @property
+    def work(self) -> Work:
+        """What its own thread or process does now; progress is marked at every decoded token batch, or at every output."""
         ...
 
     async def start(self) -> None: ...

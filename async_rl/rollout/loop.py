@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -20,11 +20,11 @@ from async_rl.rollout.group import GroupRollout
 from async_rl.run_dir.files import JsonLinesWriter
 from protocol.codec import encode
 from protocol.deliveries import task_of
+from protocol.lease import LeaseKeeper
 from protocol.messages import PromptTask, TrajectoryGroup
 from protocol.patience import FULL_RETRY_S, publish_patiently
 from protocol.run_end import RunEnd
 from protocol.streams import Delivery, Publication, Stream, Streams
-from protocol.whereabouts import whereabouts
 
 READ_BLOCK_S = 1.0
 METRICS_EVERY_S = 2.0
@@ -50,6 +50,7 @@ class RolloutSettings:
     reopen_wait_s: float
     unscored: bool  # publish to `unscored`, for reward workers
     metrics_path: Path | None = None
+    progress_s: float = 600.0  # longest stand-still of the engine that the lease is renewed for
 
 
 class RolloutLoop:
@@ -84,6 +85,16 @@ class RolloutLoop:
         self._usage = _Usage(clock)
         self._run_end = RunEnd(streams, reopen_wait_s=settings.reopen_wait_s, clock=clock)
         self._target = Stream.UNSCORED if settings.unscored else Stream.GROUPS
+        self._lease = LeaseKeeper(
+            streams,
+            settings.worker_id,
+            "rollout",
+            lease_s=settings.lease_s,
+            progress_s=settings.progress_s,
+            works=[engine.work],
+            info=self._info,
+            on_stall=lambda reason: self._log.error(Event.WORK_STALLED, reason=reason),
+        )
 
     def stop(self) -> None:
         """Drain: take nothing new, finish and publish what is held, leave."""
@@ -93,10 +104,10 @@ class RolloutLoop:
         """Serve tasks. Raises: EngineError, DataError, QueueUnavailable; what was held stays in the queue for others."""
         worker_id = self._settings.worker_id
         await self._streams.open()
-        await self._streams.heartbeat(worker_id, "rollout", ttl_s=self._settings.lease_s)
+        await self._lease.renew()
         async with asyncio.TaskGroup() as background:
             helpers = [
-                background.create_task(self._heartbeat()),
+                background.create_task(self._lease.run()),
                 background.create_task(self._receiver.run()),
                 background.create_task(self._publish_finished()),
                 background.create_task(self._write_metrics()),
@@ -272,14 +283,9 @@ class RolloutLoop:
         await self._streams.bury(delivery, task_id=delivery.task_id, reason=reason)
         self._held.discard(delivery.entry_id)
 
-    async def _heartbeat(self) -> None:
-        """Renew the lease from the loop itself: a loop that hangs loses its work to others."""
-        while True:
-            version = self._engine.serving_version
-            served = "" if version is None else str(version)
-            info = {"in_flight": str(len(self._in_flight)), "serving_version": served, **whereabouts()}
-            await self._streams.heartbeat(self._settings.worker_id, "rollout", ttl_s=self._settings.lease_s, info=info)
-            await asyncio.sleep(self._settings.lease_s / 4)
+    def _info(self) -> Mapping[str, str]:
+        version = self._engine.serving_version
+        return {"in_flight": str(len(self._in_flight)), "serving_version": "" if version is None else str(version)}
 
     async def _write_metrics(self) -> None:
         if self._settings.metrics_path is None:

@@ -26,6 +26,7 @@ from async_rl.rollout.engine import Completion
 from async_rl.rollout.loaded_model import LoadedModel, load_model
 from async_rl.rollout.requests import Request, checked_request
 from async_rl.weights.manifest import Manifest
+from protocol.lease import Work
 from protocol.messages import SamplingParams
 
 T = TypeVar("T")
@@ -96,6 +97,7 @@ class TorchEngine:
         self._taken: deque[_Message] = deque()  # the thread's: messages out of the inbox, not yet handled
         self._open: dict[int, Request] = {}  # the thread's: every request that it has not answered
         self._thread: threading.Thread | None = None
+        self._work = Work(clock=now)
 
     # -- identity ----------------------------------------------------------------------------------------------------
 
@@ -111,6 +113,11 @@ class TorchEngine:
     @property
     def serving_version(self) -> int | None:
         return self._version if self._phase is Phase.SERVING else None
+
+    @property
+    def work(self) -> Work:
+        """What the decoding thread does now."""
+        return self._work
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -240,13 +247,18 @@ class TorchEngine:
         except Exception as error:
             reason = EngineError(f"engine {self._engine_id} died while decoding: {type(error).__name__}: {error}")
             reason.__cause__ = error
+        self._work.end()
         self._fail_everything(reason)
 
     def _decode(self, model: LoadedModel) -> None:
         batch = model.batch
         while True:
             serving = self._phase is Phase.SERVING
-            self._take_messages(wait=not serving or batch.is_idle)
+            idle = not serving or batch.is_idle
+            if idle:
+                self._work.end()
+            self._take_messages(wait=idle)
+            self._work.begin(f"decoding {batch.num_running} sequences")
             while self._taken:
                 message = self._taken.popleft()
                 if isinstance(message, _Close):

@@ -11,6 +11,7 @@ import torch
 from async_rl.errors import NotServing
 from async_rl.rollout.engine import Completion
 from async_rl.weights.manifest import Manifest
+from protocol.lease import Work
 from protocol.messages import FinishReason, SamplingParams
 
 Script = Callable[[Sequence[int], SamplingParams], tuple[Sequence[int], FinishReason]]
@@ -25,6 +26,7 @@ class ScriptedEngine:
         self._engine_id = engine_id
         self._max_context = max_context
         self._version = version
+        self.work = Work()
         self.prompts: list[list[int]] = []
         self.seeds: list[int] = []
 

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from async_rl.errors import ConfigError
+from async_rl.trainer.rank_marks import RankMarks
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +24,31 @@ class Ranks:
     rank: int
     world_size: int
     mesh: DeviceMesh
+    marks: RankMarks | None = None
+    """How far every rank is; None for a rank that is alone."""
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
+    def note(self, what: str) -> None:
+        """This rank does `what` now; empty: it waits for a command."""
+        if self.marks is not None:
+            self.marks.note(what)
+
+    def behind(self) -> str:
+        """Which ranks are not as far as the others, in words; empty for a rank that is alone."""
+        return "" if self.marks is None else self.marks.behind()
+
 
 @contextmanager
-def joined_ranks(world_size: int = 1, *, device: str = "cpu", timeout_s: float = 600.0) -> Iterator[Ranks]:
+def joined_ranks(
+    world_size: int = 1, *, device: str = "cpu", timeout_s: float = 600.0, dump_after_s: float = 0.0
+) -> Iterator[Ranks]:
     """Join the trainer's process group and leave it at the end.
 
     Several ranks are started by torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); a single one needs no network.
+    dump_after_s: a rank that does not move on for this long writes its stacks to stderr (0: never).
     Raises: ConfigError if torchrun's world size is not `world_size`, or the device does not exist.
     """
     started = int(os.environ.get("WORLD_SIZE", "1"))
@@ -54,6 +69,7 @@ def joined_ranks(world_size: int = 1, *, device: str = "cpu", timeout_s: float =
     else:
         dist.init_process_group(backend, timeout=timeout)
     try:
-        yield Ranks(dist.get_rank(), world_size, init_device_mesh(device, (world_size,)))
+        marks = RankMarks.connect(dist.get_rank(), world_size, dump_after_s=dump_after_s)
+        yield Ranks(dist.get_rank(), world_size, init_device_mesh(device, (world_size,)), marks)
     finally:
         dist.destroy_process_group()

@@ -18,6 +18,7 @@ from async_rl.run_dir.intake_log import Compaction, IntakeLog, Position, count_e
 from async_rl.run_dir.records import DeadRecord, EndRecord, GroupRecord, GroupUse, Record, SkipRecord, StepRecord
 from protocol.codec import decode_group
 from protocol.deliveries import group_of
+from protocol.lease import Work
 from protocol.messages import EndReason, TrajectoryGroup
 from protocol.streams import Delivery, Finished, Streams
 
@@ -79,6 +80,8 @@ class Intake:
         self._pending: dict[str, _Pending] = {}
         self._discarded = sum(count for end, count in count_ends(log.index).items() if end != EndReason.TRAINED)
         self._writing = asyncio.Lock()
+        self.work = Work()
+        """Writing the log: a disk that does not answer stands still here."""
         self._load_pending()
 
     @property
@@ -291,7 +294,8 @@ class Intake:
     async def _write(self, records: Sequence[Record]) -> None:
         """Append and make durable; one writer at a time. Raises: EpochFenced if a newer trainer may have sealed us before."""
         async with self._writing:
-            await asyncio.to_thread(self._append_and_sync, records)
+            with self.work.doing("writing the intake log"):
+                await asyncio.to_thread(self._append_and_sync, records)
         self.require_current()  # else a newer trainer may have sealed us before
 
     def _append_and_sync(self, records: Sequence[Record]) -> None:

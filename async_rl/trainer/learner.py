@@ -36,6 +36,7 @@ from async_rl.trainer.schedule import Schedule
 from async_rl.trainer.step import StepSettings, StepStats, make_optimizer, policy_logprobs, train_step
 from async_rl.weights.manifest import Probe, Tolerance
 from async_rl.weights.send_buffer import SendBuffer, SendBufferPool
+from protocol.lease import Work
 from protocol.packing import pack
 from protocol.packing import unpack as unpack_message
 
@@ -110,7 +111,10 @@ class Learner:
             loss_settings=LossSettings(ClipRange(algorithm.clip_low, algorithm.clip_high), algorithm.importance_cap),
             grad_clip=trainer.grad_clip,
             with_entropy=True,
+            on_micro_batch=self._mark_micro_batch,
         )
+        self.work = Work(on_change=ranks.note, explain=ranks.behind)
+        """The command that this rank runs now; progress is marked at every micro-batch."""
         self._pool = SendBufferPool(config.weights.wire_dtype, config.weights.bucket_bytes)
         self._writer = CheckpointWriter(
             self._layout.checkpoints_dir, policy, self._optimizer, timeout_s=config.trainer.idle_timeout_s
@@ -206,14 +210,19 @@ class Learner:
             if name == "stop":
                 self._writer.wait()
                 return
-            self._commands[name](payload)
+            with self.work.doing(name):
+                self._commands[name](payload)
 
     # -- every rank --------------------------------------------------------------------------------------------------
     def _call(self, name: str, payload: Mapping[str, Any]) -> Any:
         self._last_command = time.monotonic()
-        if self._ranks.world_size > 1:
-            self._broadcast(name, payload)
-        return self._commands[name](payload)
+        with self.work.doing(name):
+            if self._ranks.world_size > 1:
+                self._broadcast(name, payload)
+            return self._commands[name](payload)
+
+    def _mark_micro_batch(self, index: int) -> None:
+        self.work.mark(f"after micro-batch {index + 1}")
 
     def _do_train(self, payload: Mapping[str, Any]) -> StepStats:
         samples: Sequence[TrainingSample] = payload["samples"]
@@ -233,7 +242,7 @@ class Learner:
         """Logprobs of the whole batch, each rank its share, then everyone has all of them."""
         samples: Sequence[TrainingSample] = payload["samples"]
         micro_batches = self._own_micro_batches(samples)
-        own = unpack(micro_batches, policy_logprobs(self._policy, micro_batches))
+        own = unpack(micro_batches, policy_logprobs(self._policy, micro_batches, on_micro_batch=self._mark_micro_batch))
         starts = np.concatenate(([0], np.cumsum([len(sample) for sample in samples])))
         everything = torch.zeros(int(starts[-1]), device=self._policy.device)
         for index, values in own.items():

@@ -25,8 +25,8 @@ from async_rl.trainer.step_metrics import group_metrics, logprob_mismatch
 from async_rl.trainer.waiting import BatchWait
 from async_rl.weights.publisher import Publisher, PushRequest
 from protocol.keys import trainer_consumer
+from protocol.lease import LeaseKeeper
 from protocol.streams import Delivery, RunState, Stream, Streams
-from protocol.whereabouts import whereabouts
 
 READ_COUNT = 256
 READ_BLOCK_S = 1.0
@@ -124,7 +124,7 @@ class TrainerLoop:
         self._clock.start()
         try:
             async with asyncio.TaskGroup() as tasks:
-                helpers = [tasks.create_task(publisher.run()), tasks.create_task(self._heartbeat())]
+                helpers = [tasks.create_task(publisher.run()), tasks.create_task(self._lease(intake).run())]
                 await self._restore_queue(progress)
                 unfinished = await self._replay(intake, progress, metrics)
                 if await self._already_ended(progress):
@@ -349,11 +349,17 @@ class TrainerLoop:
             now=self._now,
         )
 
-    async def _heartbeat(self) -> None:
-        while True:
-            lease_s = self._config.redis.lease_s
-            await self._streams.heartbeat(self._worker_id, "trainer", ttl_s=lease_s, info=whereabouts())
-            await asyncio.sleep(self._config.redis.lease_s / 4)
+    def _lease(self, intake: Intake) -> LeaseKeeper:
+        redis = self._config.redis
+        return LeaseKeeper(
+            self._streams,
+            self._worker_id,
+            "trainer",
+            lease_s=redis.lease_s,
+            progress_s=redis.progress_timeout_s,
+            works=[self._learner.work, intake.work],
+            on_stall=lambda reason: self._log.error(Event.WORK_STALLED, reason=reason),
+        )
 
     # -- figures -----------------------------------------------------------------------------------------------------
     def _remember(self, step: ComposedStep) -> None:

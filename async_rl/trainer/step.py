@@ -6,7 +6,7 @@ Every rank calls with the same number of micro-batches. What a step does is deci
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -61,6 +61,8 @@ class StepSettings:
     loss_settings: LossSettings
     grad_clip: float = 1.0
     with_entropy: bool = False
+    on_micro_batch: Callable[[int], object] = lambda index: None
+    """Told after each micro-batch: the step makes progress."""
 
 
 def make_optimizer(
@@ -98,6 +100,7 @@ def train_step(
     for index, micro_batch in enumerate(micro_batches):
         proximal = None if proximal_logprobs is None else proximal_logprobs[index]
         _backward(policy, micro_batch.to(policy.device), proximal, settings, scale, sums)
+        settings.on_micro_batch(index)
     gradients = [p.grad for p in policy.parameters() if p.grad is not None]
     norm = full_tensor(get_total_norm(gradients))
     reduced = sums.reduce(policy)
@@ -117,15 +120,18 @@ def train_step(
 
 
 @torch.no_grad()
-def policy_logprobs(policy: PolicyModel, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+def policy_logprobs(
+    policy: PolicyModel, micro_batches: Sequence[MicroBatch], *, on_micro_batch: Callable[[int], object] = lambda index: None
+) -> list[Tensor]:
     """Return the policy's logprobs of trained tokens per micro-batch ([T], 0 elsewhere): the proximal policy of later steps.
 
     Every rank calls it with the same number of micro-batches.
     """
     results = []
-    for micro_batch in micro_batches:
+    for index, micro_batch in enumerate(micro_batches):
         logprobs, _ = _logprobs(policy, micro_batch, with_entropy=False)
         results.append(logprobs)
+        on_micro_batch(index)
     return results
 
 

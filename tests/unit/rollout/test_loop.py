@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from async_rl.environments.prompt_reward import PromptReward
-from async_rl.errors import DataError, EngineError, NotServing
+from async_rl.errors import DataError, EngineError, NotServing, WorkStalled
 from async_rl.launch.demo_model import demo_tokenizer
 from async_rl.registry.memory_registry import MemoryRegistry
 from async_rl.rollout.engine import Completion
@@ -48,6 +48,7 @@ class Scene:
         unscored: bool = False,
         metrics: Path | None = None,
         lease_s: float = 60.0,
+        progress_s: float = 60.0,
     ) -> None:
         self.streams = MemoryStreams(max_message_bytes=4000)
         self.engine = ScriptedEngine(script, version=version)
@@ -70,6 +71,7 @@ class Scene:
             reopen_wait_s=0.0,
             unscored=unscored,
             metrics_path=metrics,
+            progress_s=progress_s,
         )
         registry = MemoryRegistry(lambda: 1)
         self.loop = RolloutLoop(self.streams, registry, self.engine, rollout, NoPushes(), settings)
@@ -230,3 +232,19 @@ async def test_a_task_is_noted_with_the_version_it_begins_under_before_anything_
     scene.loop.stop()
     await running
     assert seen == [{"test:0:0:0": Started("w", 3)}, {"test:0:0:0": Started("w", 5)}]
+
+
+async def test_a_worker_whose_engine_stands_still_loses_its_lease_though_its_loop_runs() -> None:
+    scene = Scene(lease_s=0.2, progress_s=0.1)
+    await scene.issue()
+    running = asyncio.create_task(scene.loop.run())
+    await until(scene.streams.workers)
+    scene.engine.work.begin("decoding 2 sequences")  # and never a mark
+
+    async def gone() -> bool:
+        return not await scene.streams.workers()
+
+    await until(gone, within_s=10)
+    with pytest.raises(ExceptionGroup) as raised:
+        await asyncio.wait_for(running, 10)
+    assert raised.group_contains(WorkStalled, match=r"no progress for .* in: decoding 2 sequences")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from async_rl.errors import DataError, EngineError, ManifestMismatch, NotServing
 from async_rl.rollout.loaded_model import LoadedModel, load_model
 from async_rl.rollout.torch_engine import TorchEngine
 from async_rl.testing.pushes import push_of
+from async_rl.testing.roles import until
 from async_rl.testing.tiny_models import TinyModel, make_tiny_model, save_tiny_model
 from async_rl.weights.manifest import Manifest
 from protocol.messages import SamplingParams
@@ -205,3 +207,44 @@ async def test_a_request_right_behind_the_closing_is_answered(start: Start) -> N
     results = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 30)
     assert [type(result) for result in results] == [EngineError] * 3
     await closing
+
+
+def hanging_after(steps: int, hangs: threading.Event, release: threading.Event) -> Callable[..., LoadedModel]:
+    """A loader of a real model whose decoding stands still after some steps, until it is let go."""
+
+    def load(path: Path, config: RolloutConfig, now: Callable[[], float]) -> LoadedModel:
+        loaded = load_model(path, config, now)
+        advance, left = loaded.batch.advance, [steps]
+
+        def hung() -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                hangs.set()
+                release.wait(30)
+            return advance()
+
+        loaded.batch.advance = hung  # type: ignore[method-assign]  # the fault is injected into the real object
+        return loaded
+
+    return load
+
+
+async def test_a_decoding_thread_that_hangs_shows_as_work_that_stands_still(start: Start) -> None:
+    hangs, release, seconds = threading.Event(), threading.Event(), [0.0]
+    engine = await start(load=hanging_after(3, hangs, release), now=lambda: seconds[0])
+    await engine.serve(0)
+    seconds[0] = 1000.0
+    assert engine.work.stalled_s == 0.0  # nothing to decode is no stall
+    running = asyncio.ensure_future(engine.generate(PROMPT, [msgspec.structs.replace(LONG, max_new_tokens=5)]))
+    assert await asyncio.to_thread(hangs.wait, 10)
+    assert engine.work.what == "decoding 1 sequences"
+    seconds[0] = 1700.0
+    assert engine.work.stalled_s == 700.0
+    release.set()
+    await asyncio.wait_for(running, 10)
+
+    async def is_idle() -> bool:
+        return not engine.work.what
+
+    await until(is_idle, within_s=10)
+    assert engine.work.stalled_s == 0.0
