@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from protocol.errors import EpochFenced, QueueRefused
-from protocol.keys import epoch_of_consumer, trainer_consumer
+from protocol.keys import trainer_consumer
+from protocol.memory_run import Entry, Lease, Run, delivery, is_older
 from protocol.streams import (
     SUSPECT_DELIVERIES,
     Counters,
@@ -31,38 +31,6 @@ from protocol.streams import (
 )
 
 
-@dataclass(slots=True)
-class _Entry:
-    entry_id: str
-    task_id: str | None
-    payload: bytes
-    added_s: float
-    consumer: str | None = None  # None: not delivered yet
-    delivery_count: int = 0
-
-
-@dataclass(slots=True)
-class _Lease:
-    role: str
-    info: Mapping[str, str]
-    expires_s: float
-
-
-@dataclass(slots=True)
-class _Run:
-    state: RunState = RunState.NEW
-    epoch: int = 0
-    cursor: int = 0
-    issued: int = 0
-    discarded: int = 0
-    lost: tuple[int, int] | None = None
-    entries: dict[Stream, dict[str, _Entry]] = field(default_factory=lambda: {stream: {} for stream in Stream})
-    deaths: dict[str, tuple[str, Stream]] = field(default_factory=dict)  # entry id in `dead` → reason, source
-    outstanding: dict[str, tuple[Stream, str]] = field(default_factory=dict)  # task id → where it is
-    newly_dead: dict[str, str] = field(default_factory=dict)
-    started: dict[str, Started] = field(default_factory=dict)
-
-
 class MemoryStreams:
     """See `protocol.streams.Streams` for what each method promises."""
 
@@ -74,8 +42,8 @@ class MemoryStreams:
         self._lease_s = lease_s
         self._renewed_s: float | None = None  # when a lease was last renewed, and since when without a gap
         self._renewed_since_s = 0.0
-        self._run = _Run()
-        self._leases: dict[str, _Lease] = {}
+        self._run = Run()
+        self._leases: dict[str, Lease] = {}
         self._num_entries = 0
         self._server = 1
         self._arrival = asyncio.Event()
@@ -92,7 +60,7 @@ class MemoryStreams:
 
     def lose_everything(self) -> None:
         """What an emptied server looks like: the run's streams, counters and epoch are gone."""
-        self._run = _Run(RunState.RUNNING)
+        self._run = Run(RunState.RUNNING)
 
     def restart(self) -> None:
         """What a restarted server looks like: a new id, everything else kept."""
@@ -155,7 +123,7 @@ class MemoryStreams:
         if self._renewed_s is None or now - self._renewed_s > ttl_s / 2:
             self._renewed_since_s = now
         self._renewed_s = now
-        self._leases[worker_id] = _Lease(role, dict(info or {}), now + ttl_s)
+        self._leases[worker_id] = Lease(role, dict(info or {}), now + ttl_s)
 
     async def leave(self, worker_id: str) -> None:
         self._leases.pop(worker_id, None)
@@ -198,7 +166,7 @@ class MemoryStreams:
         return claimed
 
     async def own_pending(self, stream: Stream, worker_id: str) -> Sequence[Delivery]:
-        return [_delivery(stream, e) for e in self._run.entries[stream].values() if e.consumer == worker_id]
+        return [delivery(stream, e) for e in self._run.entries[stream].values() if e.consumer == worker_id]
 
     async def note_started(self, worker_id: str, versions: Mapping[str, int | None]) -> None:
         for task_id, version in versions.items():
@@ -235,7 +203,7 @@ class MemoryStreams:
         self._fence(epoch)
         taken: list[Delivery] = []
         for entry in self._run.entries[Stream.GROUPS].values():
-            if len(taken) < count and entry.consumer is not None and _is_older(entry.consumer, epoch):
+            if len(taken) < count and entry.consumer is not None and is_older(entry.consumer, epoch):
                 taken.append(self._deliver(Stream.GROUPS, entry, trainer_consumer(epoch)))
         return taken
 
@@ -357,9 +325,9 @@ class MemoryStreams:
         """An entry that no role of ours wrote (for tests); its id."""
         return self._append(stream, None, payload).entry_id
 
-    def _append(self, stream: Stream, task_id: str | None, payload: bytes) -> _Entry:
+    def _append(self, stream: Stream, task_id: str | None, payload: bytes) -> Entry:
         self._num_entries += 1
-        entry = _Entry(f"{self._num_entries}-0", task_id, payload, self._now())
+        entry = Entry(f"{self._num_entries}-0", task_id, payload, self._now())
         self._run.entries[stream][entry.entry_id] = entry
         self._arrival.set()
         self._arrival = asyncio.Event()  # whoever waits holds the old one, and wakes
@@ -368,7 +336,7 @@ class MemoryStreams:
     def _add(self, stream: Stream, task_id: str, payload: bytes) -> None:
         self._run.outstanding[task_id] = (stream, self._append(stream, task_id, payload).entry_id)
 
-    def _dead_entry(self, entry: _Entry) -> DeadEntry:
+    def _dead_entry(self, entry: Entry) -> DeadEntry:
         reason, source = self._run.deaths[entry.entry_id]
         age_s, recorded = self._now() - entry.added_s, entry.task_id not in self._run.newly_dead
         return DeadEntry(entry.entry_id, entry.task_id, entry.payload, reason, entry.delivery_count, source, age_s, recorded)
@@ -387,14 +355,14 @@ class MemoryStreams:
         new = [entry for entry in self._run.entries[stream].values() if entry.consumer is None][:count]
         return [self._deliver(stream, entry, worker_id) for entry in new]
 
-    def _held_by_gone(self, entries: Iterable[_Entry], worker_id: str) -> Iterable[_Entry]:
+    def _held_by_gone(self, entries: Iterable[Entry], worker_id: str) -> Iterable[Entry]:
         alive = {name for name, lease in self._leases.items() if lease.expires_s > self._now()} | {worker_id, None}
         return [entry for entry in entries if entry.consumer not in alive]
 
-    def _deliver(self, stream: Stream, entry: _Entry, worker_id: str) -> Delivery:
+    def _deliver(self, stream: Stream, entry: Entry, worker_id: str) -> Delivery:
         entry.consumer = worker_id
         entry.delivery_count += 1
-        return _delivery(stream, entry)
+        return delivery(stream, entry)
 
     def _fence(self, epoch: int) -> None:
         if self._run.epoch > epoch:
@@ -402,12 +370,3 @@ class MemoryStreams:
                 f"trainer of epoch {epoch} is fenced: epoch {self._run.epoch} has started; this process must stop"
             )
         self._run.epoch = epoch
-
-
-def _delivery(stream: Stream, entry: _Entry) -> Delivery:
-    return Delivery(stream, entry.entry_id, entry.payload, entry.delivery_count, entry.task_id)
-
-
-def _is_older(consumer: str, epoch: int) -> bool:
-    theirs = epoch_of_consumer(consumer)
-    return theirs is None or theirs < epoch

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 
-from protocol.errors import CodecError, EpochFenced, QueueRefused
+from protocol import redis_replies as replies
+from protocol.errors import EpochFenced, QueueRefused
 from protocol.keys import Keys, trainer_consumer
-from protocol.packing import pack, unpack
+from protocol.packing import pack
 from protocol.redis_client import RedisClient
 from protocol.streams import (
     GROUP_OF,
@@ -34,8 +35,6 @@ from protocol.tls import TlsFiles
 
 T = TypeVar("T")
 
-_STREAMS: Mapping[str, Stream] = {stream.value: stream for stream in Stream}
-_OLDEST_SERVER = (6, 2)
 _BATCH_ENTRIES = 256
 _BATCH_BYTES = 8 * 2**20
 """One script call moves at most this much: the server does nothing else meanwhile."""
@@ -46,7 +45,7 @@ async def require_server(url: str, *, timeout_s: float, retry_s: float, tls: Tls
     used safely."""
     client = RedisClient(url, timeout_s=timeout_s, retry_s=retry_s, tls=tls)
     try:
-        _check_server(_info(await client.execute("INFO")), client.shown_url)
+        replies.check_server(replies.info(await client.execute("INFO")), client.shown_url)
     finally:
         await client.close()
 
@@ -85,8 +84,8 @@ class RedisStreams:
         return self._client.redis
 
     async def open(self) -> None:
-        info = _info(await self._client.execute("INFO", retry_s=self._timeout_s))
-        _check_server(info, self._client.shown_url)
+        info = replies.info(await self._client.execute("INFO", retry_s=self._timeout_s))
+        replies.check_server(info, self._client.shown_url)
         await self._client.load_scripts()
         await self._create_streams()
 
@@ -98,7 +97,7 @@ class RedisStreams:
         await self._client.close()
 
     async def server_id(self) -> str:
-        return _info(await self._client.execute("INFO", "server"))["run_id"]
+        return replies.info(await self._client.execute("INFO", "server"))["run_id"]
 
     # -- coordinator ---------------------------------------------------------------------------------------------
     async def issue(self, cursor: int, tasks: Sequence[IssuedTask], *, next_cursor: int) -> bool:
@@ -136,7 +135,7 @@ class RedisStreams:
         return Counters(state, epoch, cursor, issued, discarded, int(outstanding), lost_from, lost_below)
 
     async def outstanding(self) -> frozenset[str]:
-        return frozenset(_texts(await self._client.execute("HKEYS", self.keys.outstanding)))
+        return frozenset(replies.texts(await self._client.execute("HKEYS", self.keys.outstanding)))
 
     # -- every worker --------------------------------------------------------------------------------------------
     async def heartbeat(self, worker_id: str, role: str, *, ttl_s: float, info: Mapping[str, str] | None = None) -> None:
@@ -149,30 +148,30 @@ class RedisStreams:
         await self._client.script("leave", keys, [worker_id, *GROUP_OF.values()])
 
     async def workers(self) -> Sequence[WorkerLease]:
-        worker_ids = sorted(_texts(await self._client.execute("SMEMBERS", self.keys.workers)))
+        worker_ids = sorted(replies.texts(await self._client.execute("SMEMBERS", self.keys.workers)))
         if not worker_ids:
             return []
         commands = [(command, self.keys.lease(name)) for name in worker_ids for command in ("GET", "PTTL")]
-        replies = await self._client.pipeline(commands)
-        alive = [(name, value, ttl) for name, value, ttl in zip(worker_ids, replies[::2], replies[1::2], strict=True) if value]
-        return [_worker_lease(name, value, ttl) for name, value, ttl in alive]
+        answers = await self._client.pipeline(commands)
+        alive = [(name, value, ttl) for name, value, ttl in zip(worker_ids, answers[::2], answers[1::2], strict=True) if value]
+        return [replies.worker_lease(name, value, ttl) for name, value, ttl in alive]
 
     async def read(self, stream: Stream, worker_id: str, *, count: int, block_s: float) -> Sequence[Delivery]:
         command = self._read_command(stream, worker_id, count, block_s)
-        return _read_deliveries(stream, await self._client.execute(*command, block_s=block_s))
+        return replies.read_deliveries(stream, await self._client.execute(*command, block_s=block_s))
 
     async def claim(self, stream: Stream, worker_id: str, *, count: int) -> Sequence[Delivery]:
         key, group = self.keys.stream(stream), GROUP_OF[stream]
         info, consumers = await self._client.pipeline([("INFO", "server"), ("XINFO", "CONSUMERS", key, group)])
-        if float(_info(info)["uptime_in_seconds"]) < self._lease_s:
+        if float(replies.info(info)["uptime_in_seconds"]) < self._lease_s:
             return []  # the server has just come back: live workers had no chance yet to renew their leases
-        others = [name for name in _texts(consumer[1] for consumer in consumers) if name != worker_id]
+        others = [name for name in replies.texts(consumer[1] for consumer in consumers) if name != worker_id]
         if not others:
             return []
         keys = [key, self.keys.pulse, *map(self.keys.lease, others)]
         args = [group, worker_id, count, round(self._lease_s * 1000), *others]
         claimed = await self._client.script("claim", keys, args)
-        return _deliveries(stream, claimed)
+        return replies.deliveries(stream, claimed)
 
     async def own_pending(self, stream: Stream, worker_id: str) -> Sequence[Delivery]:
         mine: list[Delivery] = []
@@ -180,7 +179,7 @@ class RedisStreams:
         while True:
             args = [GROUP_OF[stream], worker_id, _BATCH_ENTRIES, start]
             batch = await self._client.script("own_pending", [self.keys.stream(stream)], args)
-            mine += _deliveries(stream, [entry for entry in batch if entry[2]])
+            mine += replies.deliveries(stream, [entry for entry in batch if entry[2]])
             if len(batch) < _BATCH_ENTRIES:
                 return mine
             start = f"({batch[-1][0].decode()}"
@@ -211,7 +210,9 @@ class RedisStreams:
         """What the source entries say; None where the entry is gone or not ours."""
         commands = [("XRANGE", self.keys.stream(p.source), p.entry_id, p.entry_id) for p in publications]
         found = await self._client.pipeline(commands)
-        return [_delivery(Stream.TASKS, entries[0][0], 1, entries[0][1]).task_id if entries else None for entries in found]
+        return [
+            replies.delivery(Stream.TASKS, entries[0][0], 1, entries[0][1]).task_id if entries else None for entries in found
+        ]
 
     async def bury(self, delivery: Delivery, *, task_id: str | None, reason: str) -> bool:
         source = delivery.stream
@@ -227,14 +228,14 @@ class RedisStreams:
     async def take_over(self, epoch: int, *, count: int) -> Sequence[Delivery]:
         group = GROUP_OF[Stream.GROUPS]
         claimed = await self._trainer("take_over", [self.keys.stream(Stream.GROUPS)], [epoch, group, count])
-        return _deliveries(Stream.GROUPS, claimed)
+        return replies.deliveries(Stream.GROUPS, claimed)
 
     async def read_groups(self, epoch: int, *, count: int, block_s: float) -> Sequence[Delivery]:
         command = self._read_command(Stream.GROUPS, trainer_consumer(epoch), count, block_s)
         reply, current = await self._client.pipeline([command, ("HGET", self.keys.state, "epoch")], block_s=block_s)
         if int(current or 0) > epoch:  # somebody newer has started, and will take over what this one just read
             raise EpochFenced(f"this trainer (epoch {epoch}) is fenced: epoch {int(current)} has started; it must stop")
-        return _read_deliveries(Stream.GROUPS, reply)
+        return replies.read_deliveries(Stream.GROUPS, reply)
 
     async def finish(self, epoch: int, finished: Sequence[Finished]) -> None:
         keys = [self.keys.stream(Stream.GROUPS), self.keys.outstanding, self.keys.newly_dead, self.keys.started]
@@ -243,7 +244,7 @@ class RedisStreams:
             await self._trainer("finish", keys, [epoch, GROUP_OF[Stream.GROUPS], *ids])
 
     async def in_flight(self) -> Mapping[str, Started]:
-        flat = _texts(await self._client.script("in_flight", [self.keys.outstanding, self.keys.started], []))
+        flat = replies.texts(await self._client.script("in_flight", [self.keys.outstanding, self.keys.started], []))
         # Leases after starts: a lease that ends in between hides a task that will be started again, under a newer version.
         alive = {worker.worker_id for worker in await self.workers()} if flat else set()
         found: dict[str, Started] = {}
@@ -254,7 +255,7 @@ class RedisStreams:
         return found
 
     async def newly_dead(self, epoch: int) -> Mapping[str, str]:
-        pairs = _texts(await self._trainer("newly_dead", [self.keys.newly_dead], [epoch]))
+        pairs = replies.texts(await self._trainer("newly_dead", [self.keys.newly_dead], [epoch]))
         return dict(zip(pairs[::2], pairs[1::2], strict=True))
 
     async def finish_dead(self, epoch: int, task_ids: Sequence[str]) -> None:
@@ -266,7 +267,7 @@ class RedisStreams:
         await self._trainer("report", [], [epoch, discarded])
 
     async def end_run(self, epoch: int) -> frozenset[str]:
-        return frozenset(_texts(await self._trainer("end_run", [self.keys.outstanding], [epoch])))
+        return frozenset(replies.texts(await self._trainer("end_run", [self.keys.outstanding], [epoch])))
 
     async def clear(self, epoch: int) -> None:
         keys = [self.keys.outstanding, self.keys.newly_dead, self.keys.started, *map(self.keys.stream, GROUP_OF)]
@@ -285,7 +286,7 @@ class RedisStreams:
         *depths, (seconds, microseconds) = await self._client.script("depths", [*map(self.keys.stream, Stream)], groups)
         now_s = int(seconds) + int(microseconds) / 1e6
         return {
-            stream: StreamDepth(int(length), int(pending), _age_s(oldest.decode(), now_s))
+            stream: StreamDepth(int(length), int(pending), replies.age_s(oldest.decode(), now_s))
             for stream, (length, pending, oldest) in zip(Stream, depths, strict=True)
         }
 
@@ -304,7 +305,7 @@ class RedisStreams:
         ]
         entries, unrecorded, (seconds, microseconds) = await self._client.pipeline(commands)
         now_s = int(seconds) + int(microseconds) / 1e6
-        return [_dead_entry(entry_id, _fields(flat), frozenset(unrecorded), now_s) for entry_id, flat in entries]
+        return [replies.dead_entry(entry_id, replies.fields(flat), frozenset(unrecorded), now_s) for entry_id, flat in entries]
 
     async def requeue(self, entry_id: str, *, repeat: IssuedTask, anew: bytes | None = None) -> str | None:
         self._check_tasks([repeat, IssuedTask(entry_id, anew or b"")])
@@ -340,72 +341,6 @@ class RedisStreams:
             self.keys.stream(stream),
             ">",
         ]
-
-
-def _check_server(info: Mapping[str, str], url: str) -> None:
-    version = tuple(int(part) for part in info["redis_version"].split(".")[:2])
-    if version < _OLDEST_SERVER:
-        raise QueueRefused(f"redis at {url} is version {info['redis_version']}; needs Redis 6.2 or newer, or Valkey")
-    policy = info.get("maxmemory_policy", "noeviction")
-    if policy != "noeviction":
-        raise QueueRefused(
-            f"redis at {url} has maxmemory-policy={policy}, which drops entries silently when memory is full; "
-            f"set it to noeviction (CONFIG SET maxmemory-policy noeviction, and in its config file)"
-        )
-
-
-def _info(reply: bytes) -> dict[str, str]:
-    lines = (line.partition(":") for line in reply.decode(errors="replace").splitlines())
-    return {name: value for name, colon, value in lines if colon}
-
-
-def _fields(flat: Sequence[bytes]) -> dict[bytes, bytes]:
-    return dict(zip(flat[::2], flat[1::2], strict=True))
-
-
-def _delivery(stream: Stream, entry_id: bytes, count: int, flat: Sequence[bytes]) -> Delivery:
-    if len(flat) >= 4 and flat[0] == b"t" and flat[2] == b"d":
-        return Delivery(stream, entry_id.decode(), flat[3], count, flat[1].decode() or None)
-    # Not written by us: delivered all the same, so that its reader refuses it and it ends in `dead`.
-    return Delivery(stream, entry_id.decode(), _fields(flat).get(b"d", b""), count)
-
-
-def _dead_entry(entry_id: bytes, fields: Mapping[bytes, bytes], unrecorded: Collection[bytes], now_s: float) -> DeadEntry:
-    task_id, source = fields.get(b"t", b""), fields.get(b"source", b"").decode()
-    return DeadEntry(
-        entry_id.decode(),
-        task_id.decode() or None,
-        fields.get(b"d", b""),
-        fields.get(b"reason", b"").decode(errors="replace"),
-        int(fields.get(b"deliveries", b"1")),
-        _STREAMS.get(source),
-        _age_s(entry_id.decode(), now_s) or 0.0,
-        task_id not in unrecorded,
-    )
-
-
-def _deliveries(stream: Stream, entries: Iterable[Any]) -> list[Delivery]:
-    return [_delivery(stream, entry_id, int(count), flat) for entry_id, count, flat in entries]
-
-
-def _read_deliveries(stream: Stream, reply: Any) -> list[Delivery]:
-    return [_delivery(stream, entry_id, 1, flat) for entry_id, flat in reply[0][1]] if reply else []
-
-
-def _worker_lease(worker_id: str, value: bytes, ttl_ms: int) -> WorkerLease:
-    try:
-        lease = unpack(value)
-        return WorkerLease(worker_id, lease["role"], ttl_ms / 1000, lease["info"])
-    except (CodecError, KeyError, TypeError) as error:
-        raise QueueRefused(f"the lease of worker {worker_id!r} was not written by this release: {error}") from error
-
-
-def _age_s(oldest_id: str, now_s: float) -> float | None:
-    return max(0.0, now_s - int(oldest_id.partition("-")[0]) / 1000) if oldest_id else None
-
-
-def _texts(values: Iterable[bytes]) -> list[str]:
-    return [value.decode() for value in values]
 
 
 def _flat(tasks: Iterable[IssuedTask]) -> list[str | bytes]:

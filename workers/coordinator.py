@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from async_rl.coordinator.loop import CoordinatorLoop, CoordinatorSettings
 from async_rl.coordinator.prompts import PromptSource
 from async_rl.launch.inputs import open_prompts
 from async_rl.registry.redis_registry import RedisRegistry
 from async_rl.run_dir.intake_log import read_log
 from async_rl.run_dir.layout import open_run
+from protocol import event_loop
 from workers.arguments import RoleArguments, role_main
 from workers.connect import STOPPED, connect, run_until_stopped
 
@@ -26,7 +25,7 @@ def plan(arguments: RoleArguments) -> dict[str, str]:
 
 def run(arguments: RoleArguments) -> None:
     """Open the data, then coordinate until the run has ended or SIGTERM comes."""
-    if not asyncio.run(_coordinate(arguments, open_prompts(arguments.config, arguments.run_id))):
+    if not event_loop.run(_coordinate(arguments, open_prompts(arguments.config, arguments.run_id))):
         raise SystemExit(STOPPED)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Sequence
 
 from async_rl.environments.episodes import Decode
 from async_rl.reward.loop import RewardLoop, RewardSettings
 from async_rl.reward.pool import ScoringPool
+from protocol import event_loop
 from workers.arguments import RoleArguments, role_main
 from workers.connect import connect, run_until_stopped
 
@@ -19,7 +19,7 @@ def main() -> None:
 
 def run(arguments: RoleArguments) -> None:
     """Start the scoring processes and score until the run has ended or SIGTERM asks to drain."""
-    asyncio.run(_score(arguments))
+    event_loop.run(_score(arguments))
 
 
 async def _score(arguments: RoleArguments) -> None:

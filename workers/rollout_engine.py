@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 from typing import cast
 
@@ -16,6 +15,7 @@ from async_rl.rollout.group import GroupRollout, RolloutLimits, Tokenizer
 from async_rl.rollout.loop import RolloutLoop, RolloutSettings
 from async_rl.rollout.torch_engine import TorchEngine
 from async_rl.weights.receiver import Receiver
+from protocol import event_loop
 from workers.arguments import RoleArguments
 from workers.connect import connect, run_until_stopped
 
@@ -23,7 +23,7 @@ from workers.connect import connect, run_until_stopped
 def serve(arguments: RoleArguments) -> None:
     """Start the engine and serve tasks until the run has ended or SIGTERM asks to drain."""
     torch.set_num_threads(arguments.config.rollout.num_threads)
-    asyncio.run(_serve(arguments))
+    event_loop.run(_serve(arguments))
 
 
 async def _serve(arguments: RoleArguments) -> None:

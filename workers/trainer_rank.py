@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from async_rl.registry.redis_registry import RedisRegistry
 from async_rl.trainer.assemble import make_learner
 from async_rl.trainer.distributed import Ranks, joined_ranks
 from async_rl.trainer.learner import Learner
 from async_rl.trainer.loop import TrainerLoop, TrainerResult
+from protocol import event_loop
 from workers.arguments import RoleArguments
 from workers.connect import STOPPED, connect, run_until_stopped
 
@@ -24,7 +23,7 @@ def train(arguments: RoleArguments) -> None:
         if not ranks.is_first:
             learner.follow()
             return
-        result = asyncio.run(_lead(arguments, learner, ranks))
+        result = event_loop.run(_lead(arguments, learner, ranks))
     if not result.finished:
         raise SystemExit(STOPPED)
 

@@ -21,12 +21,15 @@ from types import TracebackType
 from typing import Literal, Protocol
 
 from async_rl.errors import QueueUnavailable, RunDirError
+from async_rl.launch.processes import ALLOCATOR
 
 EMBEDDED = "embedded"
 _SOCKET, _ADDRESS, _LOCK, _PID, _LOG = "redis.sock", "redis.url", "redis.lock", "redis.pid", "redis.log"
 _LONGEST_SOCKET_PATH = 100
 """sun_path holds 104 bytes on macOS and 108 on Linux, the final NUL included."""
 _POLL_S = 0.005
+_REWRITE_FROM_BYTES = 256 * 2**20
+"""What was consumed leaves the queue but not the append-only file: rewriting it every 64 MB (the default) would never end."""
 
 # Runs before the server, in its process: PR_SET_PDEATHSIG survives exec. No preexec_fn, which is unsafe beside threads.
 _DIE_WITH_PARENT = (
@@ -225,6 +228,7 @@ class EmbeddedRedis:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                env=os.environ | ALLOCATOR,
                 pass_fds=(lock,),
                 start_new_session=True,  # Ctrl-C reaches the launcher, which stops its roles first
             )
@@ -240,6 +244,8 @@ class EmbeddedRedis:
             "appendonly": "yes",
             "appendfsync": self._appendfsync,
             "save": "",
+            "auto-aof-rewrite-min-size": _REWRITE_FROM_BYTES,
+            "rdbcompression": "no",  # of rewrites: tokens and logprobs hardly shrink, and compressing takes a core
             "maxmemory": self._maxmemory_bytes or 0,
             "maxmemory-policy": "noeviction",
         }

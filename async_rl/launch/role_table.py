@@ -9,16 +9,12 @@ from collections.abc import Mapping
 
 from async_rl.config.run import RunConfig
 from async_rl.config.text import environment_variable
-from async_rl.launch.processes import RoleSpec
+from async_rl.launch.processes import ALLOCATOR, RoleSpec
 from async_rl.run_dir.layout import RunLayout
 
 REDIS_URL_VARIABLE = environment_variable("redis.url")
 EXPENDABLE = ("rollout", "reward")
 """Kinds of workers of which a run can lose some and go on."""
-
-
-ALLOCATOR: Mapping[str, str] = {"MALLOC_MMAP_THRESHOLD_": str(64 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(256 * 2**20)}
-"""glibc keeps blocks of up to 64 MiB instead of giving them back at every batch: fresh pages cost more than filling them."""
 
 
 def role_table(config: RunConfig, layout: RunLayout, *, redis_url: str, master_port: int) -> tuple[RoleSpec, ...]:
