@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 def run(main: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run`, on uvloop where there is one: reading and writing large messages costs it less."""
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(main)
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """uvloop's; None, which is asyncio's own, where there is no wheel for platform or interpreter."""
     if sys.platform == "win32":
         return None

@@ -1,16 +1,17 @@
-"""The contracts are tested in the event loop that roles run in (see `protocol.event_loop`)."""
+"""The contracts are tested in the event loop that roles run in."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
+from collections.abc import Callable, Mapping
 
 import pytest
 
-if sys.version_info < (3, 14) and sys.platform != "win32":  # from 3.14 on policies are deprecated
+from protocol.event_loop import loop_factory
 
-    @pytest.fixture(scope="session")
-    def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
-        uvloop = pytest.importorskip("uvloop")
-        policy: asyncio.AbstractEventLoopPolicy = uvloop.EventLoopPolicy()
-        return policy
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    factory = loop_factory()
+    return {"uvloop" if factory else "asyncio": factory or asyncio.new_event_loop}
