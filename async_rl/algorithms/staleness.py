@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
+from async_rl.algorithms.dapo import has_signal, is_truncated
 from protocol.messages import EndReason, FinishReason, Trajectory, TrajectoryGroup
 
 TooOld: TypeAlias = Literal["mask", "drop"]
@@ -40,6 +42,8 @@ class DropReason(StrEnum):
     """Why a sound trajectory is not trained."""
 
     STALE = "stale"  # older than max_lag (with stragglers = mask: every trained token is)
+    TRUNCATED = "truncated"  # it ran into a length limit (DropRules.truncated)
+    NO_SIGNAL = "no_signal"  # its group's valid rewards do not differ (DropRules.without_signal)
 
 
 class InvalidReason(StrEnum):
@@ -132,8 +136,10 @@ class GroupVerdict:
 
     @property
     def drop_reason(self) -> DropReason | None:
-        """Why nothing of the group trains, if it ends as DROPPED."""
-        return DropReason.STALE if self.end is EndReason.DROPPED else None
+        """Why nothing of the group trains, if it ends as DROPPED: the first of its dropped trajectories' reasons."""
+        if self.end is not EndReason.DROPPED:
+            return None
+        return next((t.reason for t in self.trajectories if isinstance(t.reason, DropReason)), None)
 
     @property
     def counts(self) -> Counter[Verdict]:
@@ -175,19 +181,49 @@ class GroupVerdict:
         return GroupVerdict(record["current_version"], record["max_lag"], trajectories)
 
 
-def judge(group: TrajectoryGroup, *, current_version: int, max_lag: int, stragglers: TooOld) -> GroupVerdict:
+@dataclass(frozen=True, slots=True)
+class DropRules:
+    """What is not trained although it is sound and young enough: see async_rl.algorithms.dapo."""
+
+    truncated: bool = False
+    without_signal: bool = False
+
+
+NO_RULES = DropRules()
+
+
+def judge(
+    group: TrajectoryGroup, *, current_version: int, max_lag: int, stragglers: TooOld, rules: DropRules = NO_RULES
+) -> GroupVerdict:
     """Return what a step at `current_version` (optimizer steps applied before it) does with each trajectory of `group`.
 
     stragglers: a trajectory with lag > max_lag is dropped whole (`drop`), or only its tokens older than max_lag leave the
-    loss (`mask`); a trajectory without a younger trained token is dropped either way.
+    loss (`mask`); a trajectory without a younger trained token is dropped either way. rules: what else is dropped.
     Raises: ValueError if max_lag or current_version is negative, or stragglers is neither.
     """
     if max_lag < 0 or current_version < 0:
         raise ValueError(f"max_lag={max_lag}, current_version={current_version}: both must be at least 0")
     if stragglers not in ("mask", "drop"):
         raise ValueError(f"stragglers={stragglers!r}: must be 'mask' or 'drop'")
-    verdicts = tuple(_judge_trajectory(trajectory, current_version, max_lag, stragglers) for trajectory in group.trajectories)
-    return GroupVerdict(current_version, max_lag, verdicts)
+    verdicts = [_judge_trajectory(trajectory, current_version, max_lag, stragglers) for trajectory in group.trajectories]
+    if rules.truncated:
+        verdicts = [
+            _dropped(verdict, DropReason.TRUNCATED) if is_truncated(trajectory) else verdict
+            for trajectory, verdict in zip(group.trajectories, verdicts, strict=True)
+        ]
+    if rules.without_signal and not has_signal(_valid_rewards(group, verdicts)):
+        verdicts = [_dropped(verdict, DropReason.NO_SIGNAL) for verdict in verdicts]
+    return GroupVerdict(current_version, max_lag, tuple(verdicts))
+
+
+def _dropped(verdict: TrajectoryVerdict, reason: DropReason) -> TrajectoryVerdict:
+    """The same trajectory, not trained; what is dropped or invalid already keeps its reason."""
+    return replace(verdict, verdict=Verdict.DROP, num_trained=0, reason=reason) if verdict.trains else verdict
+
+
+def _valid_rewards(group: TrajectoryGroup, verdicts: Sequence[TrajectoryVerdict]) -> npt.NDArray[np.float64]:
+    rewards = [t.reward for t, verdict in zip(group.trajectories, verdicts, strict=True) if verdict.in_baseline]
+    return np.array([r.value for r in rewards if r is not None and r.value is not None], dtype=np.float64)
 
 
 def _judge_trajectory(trajectory: Trajectory, current_version: int, max_lag: int, stragglers: TooOld) -> TrajectoryVerdict:

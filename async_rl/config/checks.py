@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
+from async_rl.config.algorithm import ADVANTAGE_NAMES, LOSS_NAMES, NEEDS_NO_GROUP
 from async_rl.config.run import RunConfig
 from async_rl.errors import ConfigError
 
@@ -31,11 +32,81 @@ def _truncated_sampling(config: RunConfig) -> Iterator[str]:
 
 def _group_size(config: RunConfig) -> Iterator[str]:
     size, estimator = config.rollout.group_size, config.algorithm.advantage
-    if size < 2:
+    if size < 2 and estimator in ADVANTAGE_NAMES and estimator not in NEEDS_NO_GROUP:
         yield (
             f"rollout.group_size={size} is below 2 with algorithm.advantage={estimator!r}: a group-relative estimator compares "
             f"the members of a group, and the advantage of a group of one is always 0; set rollout.group_size=2 or more"
         )
+
+
+def _objective_names(config: RunConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    for key, name, known in (
+        ("algorithm.loss", algorithm.loss, LOSS_NAMES),
+        ("algorithm.advantage", algorithm.advantage, ADVANTAGE_NAMES),
+    ):
+        if name not in known and not all(name.partition(":")[::2]):
+            yield f"{key}={name!r} is unknown; use one of {', '.join(known)}, or module:function of your own"
+    if algorithm.loss_args and algorithm.loss in LOSS_NAMES:
+        yield f"algorithm.loss_args has no effect with the built-in algorithm.loss={algorithm.loss!r}; remove it"
+    if algorithm.advantage_args and algorithm.advantage in ADVANTAGE_NAMES:
+        yield f"algorithm.advantage_args has no effect with the built-in algorithm.advantage={algorithm.advantage!r}; remove it"
+
+
+def _ratios(config: RunConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    anchors = {"decoupled_clip": "proximal", "clipped_surrogate": "behavior"}
+    own = anchors.get(algorithm.loss)
+    if own is not None and algorithm.anchor not in (None, own):
+        other = next(name for name, anchor in anchors.items() if anchor == algorithm.anchor)
+        yield (
+            f"algorithm.anchor={algorithm.anchor!r} contradicts algorithm.loss={algorithm.loss!r}, which clips against the "
+            f"{own} policy; set algorithm.loss={other!r}"
+        )
+    if algorithm.loss == "policy_gradient" and algorithm.anchor is not None:
+        yield "algorithm.anchor has no effect with algorithm.loss='policy_gradient', which clips nothing; remove it"
+    if algorithm.importance == "none" and (algorithm.loss == "decoupled_clip" or algorithm.anchor == "proximal"):
+        yield (
+            "algorithm.importance='none' with ratios against the proximal policy corrects nothing for who sampled; set "
+            "algorithm.importance='truncate', or a loss whose ratios are against the behavior policy"
+        )
+    if algorithm.dual_clip is not None and algorithm.loss not in ("decoupled_clip", "clipped_surrogate", "gspo"):
+        yield f"algorithm.dual_clip has no effect with algorithm.loss={algorithm.loss!r}; remove it"
+    if algorithm.importance_floor > 0 and algorithm.importance != "mask":
+        yield "algorithm.importance_floor has no effect without algorithm.importance='mask'; remove it"
+    if algorithm.clip[0] >= 1 and algorithm.loss in ("decoupled_clip", "clipped_surrogate"):
+        yield f"algorithm.clip_low={algorithm.clip[0]} leaves algorithm.loss={algorithm.loss!r} no lower bound; set it below 1"
+
+
+def _aggregation(config: RunConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    if (algorithm.aggregation == "constant") != (algorithm.aggregation_constant is not None):
+        yield (
+            f"algorithm.aggregation={algorithm.aggregation!r} and algorithm.aggregation_constant="
+            f"{algorithm.aggregation_constant} go together: 'constant' needs a constant, and no other uses it"
+        )
+
+
+def _reference(config: RunConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.reference is not None and algorithm.kl_coef == 0:
+        yield f"algorithm.reference={str(algorithm.reference)!r} has no effect with algorithm.kl_coef=0; set kl_coef above 0"
+    if algorithm.kl_coef > 0 and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1" and algorithm.kl_form == "plain":
+        yield (
+            "algorithm.kl_estimator='k1' as a plain loss has an expected gradient of zero: it trains nothing; set "
+            "algorithm.kl_form='unbiased' or algorithm.kl_in='reward'"
+        )
+
+
+def _reward_shape(config: RunConfig) -> Iterator[str]:
+    buffer, longest = config.algorithm.overlong_buffer, config.rollout.max_new_tokens
+    if buffer > longest:
+        yield (
+            f"algorithm.overlong_buffer={buffer} exceeds rollout.max_new_tokens={longest}: every answer would be penalised; "
+            f"set it to {longest} or less"
+        )
+    if config.algorithm.dynamic_sampling and config.rollout.group_size < 2:
+        yield "algorithm.dynamic_sampling drops every group of one, whose rewards cannot differ; raise rollout.group_size"
 
 
 def _lag_of_one_batch(config: RunConfig) -> Iterator[str]:
@@ -154,6 +225,11 @@ def _world_size(config: RunConfig) -> Iterator[str]:
 CHECKS: Sequence[Check] = (
     _truncated_sampling,
     _group_size,
+    _objective_names,
+    _ratios,
+    _aggregation,
+    _reference,
+    _reward_shape,
     _lag_of_one_batch,
     _context,
     _engine_capacity,

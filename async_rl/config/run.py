@@ -7,9 +7,10 @@ from typing import Literal
 
 from pydantic import Field
 
+from async_rl.config.algorithm import AlgorithmConfig
 from async_rl.config.base import StrictModel
 from async_rl.config.rollout import DataConfig, EnvironmentConfig, RewardConfig, RolloutConfig
-from async_rl.config.trainer import AlgorithmConfig, CheckpointConfig, StalenessConfig, TrainerConfig, WeightsConfig
+from async_rl.config.trainer import CheckpointConfig, StalenessConfig, TrainerConfig, WeightsConfig
 from protocol.tls import TlsFiles
 
 

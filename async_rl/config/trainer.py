@@ -1,4 +1,4 @@
-"""What learns: staleness, algorithm, trainer, weight push, checkpoints."""
+"""What learns: staleness, trainer, weight push, checkpoints."""
 
 from __future__ import annotations
 
@@ -24,24 +24,6 @@ class StalenessConfig(StrictModel):
     lost its lease)."""
 
 
-class AlgorithmConfig(StrictModel):
-    """The objective."""
-
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """Group-relative estimator: (r − mean)/std, r − mean, or leave-one-out."""
-    loss: Literal["decoupled_clip", "clipped_surrogate"] = "decoupled_clip"
-    """`decoupled_clip`: clip against the proximal policy, times a truncated importance weight to the behavior policy;
-    `clipped_surrogate`: PPO clip against the behavior policy itself."""
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    """Ratios are clipped below at 1 − clip_low."""
-    clip_high: float = Field(0.28, gt=0)
-    """Ratios are clipped above at 1 + clip_high."""
-    importance_cap: float = Field(2.0, ge=1)
-    """Importance weights (proximal over behavior) are truncated here."""
-    advantage_eps: float = Field(1e-6, gt=0)
-    """Added to the standard deviation of a group's rewards."""
-
-
 class TrainerConfig(StrictModel):
     """The optimizer and its batches."""
 
@@ -55,6 +37,8 @@ class TrainerConfig(StrictModel):
     """Optimizer steps of the whole run."""
     max_tokens_per_micro_batch: int = Field(8192, ge=1)
     """Packed tokens per forward and backward pass; a longer sequence gets a micro-batch of its own."""
+    share_prompts: bool = True
+    """Compute the prompt of a group once for all its trajectories. Exact: the same logprobs and gradients."""
     learning_rate: float = Field(1e-5, gt=0)
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

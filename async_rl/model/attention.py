@@ -1,9 +1,13 @@
 """Attention over packed sequences: block-diagonal and causal, without padding the rest of the model.
 
-A micro-batch is one row of T tokens. Only here do its sequences come apart: sequences of similar length share a bucket, are
+A micro-batch is one row of T tokens, cut into *runs*. Only here do they come apart: runs of similar length share a bucket, are
 gathered to a right-padded [n, L] block and go through one batched causal `scaled_dot_product_attention`. Right padding needs
-no mask, because no query looks ahead. A padded slot repeats the last token of its own sequence, so that nothing, not even a
+no mask, because no query looks ahead. A padded slot repeats the last token of its own run, so that nothing, not even a
 NaN, passes from one sequence to another.
+
+A run may continue another, its *parent*: the completions of a group share one prompt. Its queries then see all of the parent
+and their own run up to themselves (a tree of depth two). The parent's keys and values are repeated for its runs here, and only
+here: every other layer computes the prompt once.
 
 The implementation is registered with transformers under the name `PACKED`; transformers then builds no mask and hands the
 keyword `packed_segments` from the model's forward call down to every attention layer.
@@ -11,6 +15,7 @@ keyword `packed_segments` from the model's forward call down to every attention 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -35,79 +40,135 @@ a block is padding, and short sequences share one call."""
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """`num_sequences` sequences padded to `length` slots each."""
+    """`num_sequences` runs padded to `length` slots each.
+
+    prefix_rows: int64 [g, P], the tokens of the g parents that these runs continue (all of P tokens); None: they begin
+    sequences. children: runs of each of those parents, in order; they sum to num_sequences.
+    """
 
     num_sequences: int
     length: int
+    prefix_rows: Tensor | None = None
+    children: tuple[int, ...] = ()
 
     @property
     def num_slots(self) -> int:
         return self.num_sequences * self.length
+
+    @property
+    def prefix_length(self) -> int:
+        return 0 if self.prefix_rows is None else self.prefix_rows.shape[1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedSegments:
     """Index maps between T packed tokens and N ≥ T bucket slots, computed once per micro-batch.
 
-    slot_to_token int64 [N]: token that fills a slot (padding repeats the sequence's last token).
-    token_to_slot int64 [T]: slot of each token, a right inverse of slot_to_token.
+    slot_to_token int64 [N]: token that fills a slot (padding repeats the run's last token). token_to_slot int64 [T]: slot of
+    each token, a right inverse of slot_to_token. previous int64 [T]: the token before each in its sequence, whose hidden
+    state predicts it; −1 where there is none.
     """
 
     buckets: tuple[Bucket, ...]
     slot_to_token: Tensor
     token_to_slot: Tensor
-    window_masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    previous: Tensor
+    masks: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
 
-    def window_mask(self, length: int, window: int) -> Tensor:
-        """Return bool [length, length], True where query i sees key j: i − window < j ≤ i."""
-        key = (length, window)
-        if key not in self.window_masks:
-            position = torch.arange(length, device=self.slot_to_token.device)
-            distance = position[:, None] - position[None, :]
-            self.window_masks[key] = (distance >= 0) & (distance < window)
-        return self.window_masks[key]
+    def mask(self, prefix: int, length: int, window: int) -> Tensor:
+        """Return bool [length, prefix + length], True where query i of a run, at position prefix + i of its sequence, sees
+        position j: prefix + i − window < j ≤ prefix + i."""
+        key = (prefix, length, window)
+        if key not in self.masks:
+            positions = torch.arange(prefix + length, device=self.slot_to_token.device)
+            distance = positions[prefix:, None] - positions[None, :]
+            self.masks[key] = (distance >= 0) & (distance < window)
+        return self.masks[key]
 
 
-def packed_segments(cu_seqlens: Tensor, device: torch.device | str = "cpu") -> PackedSegments:
-    """Return the index maps of sequences that start at cu_seqlens[:-1] and end at cu_seqlens[1:] (int [S + 1]).
+def packed_segments(cu_seqlens: Tensor, device: torch.device | str = "cpu", *, parents: Tensor | None = None) -> PackedSegments:
+    """Return the index maps of runs that start at cu_seqlens[:-1] and end at cu_seqlens[1:] (int [R + 1]).
 
-    Raises: ShapeError unless cu_seqlens starts at 0 and does not decrease.
+    parents: int [R], the run that each continues, −1 for one that begins a sequence (all of them, if not given).
+    Raises: ShapeError unless cu_seqlens starts at 0 and does not decrease, and parents have tokens and no parent themselves.
     """
     bounds = cu_seqlens.detach().cpu().numpy().astype(np.int64)
     lengths = np.diff(bounds)
     if bounds.ndim != 1 or bounds.size == 0 or bounds[0] != 0 or (lengths < 0).any():
         raise ShapeError(f"cu_seqlens={bounds.tolist()} must be one-dimensional, start at 0 and not decrease")
-    order = np.argsort(-lengths, kind="stable")
-    order = order[lengths[order] > 0]
+    parent_of = np.full(len(lengths), -1) if parents is None else parents.detach().cpu().numpy().astype(np.int64)
+    _require_tree(parent_of, lengths)
     buckets: list[Bucket] = []
     slots: list[npt.NDArray[np.int64]] = []
     token_to_slot = np.empty(int(bounds[-1]), dtype=np.int64)
     num_slots = 0
-    for members in _split_by_length(order, lengths):
-        starts, sizes, longest = bounds[members], lengths[members], int(lengths[members[0]])
+    for members in _bucket_members(lengths, parent_of):
+        starts, sizes, longest = bounds[members], lengths[members], int(lengths[members].max())
         position = np.arange(longest)[None, :]
         tokens = starts[:, None] + np.minimum(position, sizes[:, None] - 1)
         slot = num_slots + np.arange(tokens.size).reshape(tokens.shape)
         real = position < sizes[:, None]
         token_to_slot[tokens[real]] = slot[real]
         slots.append(tokens.ravel())
-        buckets.append(Bucket(num_sequences=len(members), length=longest))
+        buckets.append(_bucket(members, longest, bounds, parent_of, device))
         num_slots += tokens.size
     slot_to_token = np.concatenate(slots) if slots else np.empty(0, dtype=np.int64)
     return PackedSegments(
         buckets=tuple(buckets),
         slot_to_token=torch.from_numpy(slot_to_token).to(device),
         token_to_slot=torch.from_numpy(token_to_slot).to(device),
+        previous=torch.from_numpy(_previous(bounds, parent_of)).to(device),
     )
 
 
+def _require_tree(parent_of: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> None:
+    children = parent_of >= 0
+    if parent_of.shape != lengths.shape or (parent_of >= len(lengths)).any():
+        raise ShapeError(f"parents={parent_of.tolist()} must name one of {len(lengths)} runs each, or be -1")
+    if (parent_of[parent_of[children]] >= 0).any() or (lengths[parent_of[children]] == 0).any():
+        raise ShapeError(f"parents={parent_of.tolist()}: a parent must have tokens and begin its sequence")
+
+
+def _bucket_members(lengths: npt.NDArray[np.int64], parent_of: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+    """Runs of each bucket: of similar length, and behind prefixes of one length; siblings beside each other."""
+    by_prefix: defaultdict[int, list[int]] = defaultdict(list)
+    for run in np.argsort(-lengths, kind="stable"):
+        if lengths[run] > 0:
+            by_prefix[int(lengths[parent_of[run]]) if parent_of[run] >= 0 else 0].append(int(run))
+    buckets = [members for runs in by_prefix.values() for members in _split_by_length(np.array(runs, dtype=np.int64), lengths)]
+    return [members[np.argsort(parent_of[members], kind="stable")] for members in buckets]
+
+
+def _bucket(
+    members: npt.NDArray[np.int64],
+    longest: int,
+    bounds: npt.NDArray[np.int64],
+    parent_of: npt.NDArray[np.int64],
+    device: torch.device | str,
+) -> Bucket:
+    if parent_of[members[0]] < 0:
+        return Bucket(num_sequences=len(members), length=longest)
+    parents, children = np.unique(parent_of[members], return_counts=True)
+    prefix = bounds[parents[0] + 1] - bounds[parents[0]]
+    rows = torch.from_numpy(bounds[parents][:, None] + np.arange(prefix)[None, :]).to(device)
+    return Bucket(len(members), longest, prefix_rows=rows, children=tuple(children.tolist()))
+
+
+def _previous(bounds: npt.NDArray[np.int64], parent_of: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    previous = np.arange(-1, bounds[-1] - 1)
+    starts, filled = bounds[:-1], bounds[:-1] < bounds[1:]
+    last_of_parent = np.where(parent_of >= 0, bounds[parent_of + 1] - 1, -1)
+    previous[starts[filled]] = last_of_parent[filled]
+    return previous
+
+
 def _split_by_length(order: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Sequence[npt.NDArray[np.int64]]:
-    """Cut sequences, sorted by falling length, into buckets."""
+    """Cut runs, sorted by falling length, into buckets."""
     cuts = []
     longest = 0
-    for rank, sequence in enumerate(order):
-        if rank == 0 or lengths[sequence] < BUCKET_FRACTION * longest - BUCKET_SLACK:
-            longest = int(lengths[sequence])
+    for rank, run in enumerate(order):
+        if rank == 0 or lengths[run] < BUCKET_FRACTION * longest - BUCKET_SLACK:
+            longest = int(lengths[run])
             cuts.append(rank)
     return [members for members in np.split(order, cuts[1:]) if members.size]
 
@@ -142,6 +203,21 @@ class _ToTokens(torch.autograd.Function):
         return slots.index_copy_(0, token_to_slot, grads[0]), None
 
 
+class _ToChildren(torch.autograd.Function):
+    """Repeat each of g parents for its children, [g, …] → [n, …]; children of one parent lie beside each other. The backward
+    pass adds them up in a fixed order (no atomics)."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, parents: Tensor, children: tuple[int, ...]) -> Tensor:
+        ctx.children = children  # type: ignore[attr-defined]
+        return parents.repeat_interleave(torch.tensor(children, device=parents.device), dim=0)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
+        parts = torch.split(grads[0], list(ctx.children))  # type: ignore[attr-defined]
+        return torch.stack([part.sum(dim=0) for part in parts]), None
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -173,10 +249,14 @@ def packed_attention(
     offset = 0
     for bucket in packed_segments.buckets:
         block = slice(offset, offset + bucket.num_slots)
-        mask = None
-        if sliding_window is not None and bucket.length > sliding_window:
-            mask = packed_segments.window_mask(bucket.length, sliding_window)
-        out = _attend(*(_block(x[block], bucket) for x in (q, k, v)), mask=mask, scaling=scaling, softcap=softcap)
+        mask, total = None, bucket.prefix_length + bucket.length
+        if bucket.prefix_length or (sliding_window is not None and total > sliding_window):
+            mask = packed_segments.mask(bucket.prefix_length, bucket.length, sliding_window or total)
+        q_block, k_block, v_block = (_block(x[block], bucket) for x in (q, k, v))
+        if bucket.prefix_rows is not None:
+            k_block = torch.cat((_prefix(key, bucket), k_block), dim=2)
+            v_block = torch.cat((_prefix(value, bucket), v_block), dim=2)
+        out = _attend(q_block, k_block, v_block, mask=mask, scaling=scaling, softcap=softcap)
         outputs.append(out.transpose(1, 2).reshape(bucket.num_slots, out.shape[1], out.shape[3]))
         offset += bucket.num_slots
     slots = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -195,8 +275,18 @@ def _block(slots: Tensor, bucket: Bucket) -> Tensor:
     return slots.view(bucket.num_sequences, bucket.length, *slots.shape[1:]).transpose(1, 2)
 
 
+def _prefix(heads: Tensor, bucket: Bucket) -> Tensor:
+    """Keys or values [1, K, T, D] of the parents, for each run that continues one: [n, K, P, D]."""
+    assert bucket.prefix_rows is not None
+    parents, length = bucket.prefix_rows.shape
+    rows = heads[0].index_select(1, bucket.prefix_rows.flatten())
+    blocks = rows.view(rows.shape[0], parents, length, rows.shape[2]).transpose(0, 1)
+    to_children: Callable[..., Tensor] = _ToChildren.apply
+    return to_children(blocks, bucket.children)
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scaling: float | None, softcap: float | None) -> Tensor:
-    """Causal attention of [n, H, L, D] blocks; `mask`, if given, replaces the causal one."""
+    """Causal attention of [n, H, L, D] queries; `mask` [L, keys], if given, replaces the causal one."""
     grouped = q.shape[1] != k.shape[1]
     if softcap is None:
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped)

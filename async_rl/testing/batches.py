@@ -21,6 +21,8 @@ def make_sample(
     advantages: float | Sequence[float] = 1.0,
     behavior_logprob: float = -3.0,
     temperature: float = 1.0,
+    task_id: str = "test",
+    member: int = 0,
 ) -> TrainingSample:
     """Return a sample whose tokens at the positions `trained` (default: all but the first) are trained.
 
@@ -36,10 +38,10 @@ def make_sample(
         loss_mask=loss_mask,
         behavior_logprobs=np.where(loss_mask, behavior_logprob, 0.0).astype(np.float32),
         advantages=credit,
+        lags=np.zeros(len(token_ids), dtype=np.int32),
         temperature=temperature,
-        versions=(),
-        task_id="test",
-        member=0,
+        task_id=task_id,
+        member=member,
     )
 
 
@@ -54,11 +56,26 @@ def random_samples(lengths: Sequence[int], *, seed: int = 0, vocab_size: int = 2
     return samples
 
 
+def group_samples(
+    prompt_lengths: Sequence[int], completion_lengths: Sequence[Sequence[int]], *, seed: int = 0, vocab_size: int = 22
+) -> list[TrainingSample]:
+    """Return samples of groups: per group a random prompt, and per member a random completion that is trained."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for task, (prompt_length, lengths) in enumerate(zip(prompt_lengths, completion_lengths, strict=True)):
+        prompt = rng.integers(0, vocab_size, prompt_length).tolist()
+        for member, length in enumerate(lengths):
+            ids = prompt + rng.integers(0, vocab_size, length).tolist()
+            trained, credit = range(prompt_length, prompt_length + length), rng.normal(size=length).tolist()
+            samples.append(make_sample(ids, trained=trained, advantages=credit, task_id=f"test:{task}", member=member))
+    return samples
+
+
 def credit_loss(tokens: LossTokens, settings: LossSettings) -> LossOutput:
-    """Return Σ advantage over trained tokens, with gradient Σ advantage · ∂logprob: its value is known without a model."""
+    """Return the advantage of each trained token, with gradient advantage · ∂logprob: its value is known without a model."""
     one = 1.0 + tokens.policy_logprobs - tokens.policy_logprobs.detach()
-    loss_sum: Tensor = torch.where(tokens.loss_mask, tokens.advantages * one, 0.0).sum()
-    return LossOutput(loss_sum, LossStats.zeros(loss_sum.device))
+    losses: Tensor = torch.where(tokens.loss_mask, tokens.advantages * one, 0.0)
+    return LossOutput(losses, LossStats.zeros(losses.device))
 
 
 def first_step_gradients(policy: PolicyModel, optimizer: AdamW) -> dict[str, Tensor]:

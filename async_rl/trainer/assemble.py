@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from async_rl.config.run import RunConfig
@@ -21,7 +23,12 @@ def make_learner(config: RunConfig, ranks: Ranks) -> Learner:
         activation_checkpointing=trainer.activation_checkpointing,
         measure_rounding=rounds(config),
     )
-    return Learner(config, load_policy(config.model.path, options=options, mesh=ranks.mesh), ranks)
+    reference = None
+    if config.algorithm.kl_coef > 0:
+        path = config.algorithm.reference or config.model.path
+        reference = load_policy(path, options=replace(options, measure_rounding=False), mesh=ranks.mesh)
+        reference.requires_grad_(False)
+    return Learner(config, load_policy(config.model.path, options=options, mesh=ranks.mesh), ranks, reference=reference)
 
 
 def rounds(config: RunConfig) -> bool:

@@ -10,7 +10,17 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from async_rl.algorithms.staleness import GroupVerdict, Stragglers, TooOld, judge, must_wait_for, oldest_version
+from async_rl.algorithms.staleness import (
+    NO_RULES,
+    DropReason,
+    DropRules,
+    GroupVerdict,
+    Stragglers,
+    TooOld,
+    judge,
+    must_wait_for,
+    oldest_version,
+)
 from async_rl.config.run import RunConfig
 from async_rl.errors import CodecError, EpochFenced
 from async_rl.logs import Event, get_logger
@@ -33,6 +43,7 @@ class BatchSettings:
     stragglers: Stragglers
     seed: int
     on_wait_timeout: TooOld = "drop"
+    rules: DropRules = NO_RULES
 
     @staticmethod
     def from_config(config: RunConfig) -> BatchSettings:
@@ -43,7 +54,12 @@ class BatchSettings:
             stragglers=config.staleness.stragglers,
             on_wait_timeout=config.staleness.on_wait_timeout,
             seed=config.seed,
+            rules=DropRules(config.algorithm.mask_truncated, config.algorithm.dynamic_sampling),
         )
+
+    def judge(self, group: TrajectoryGroup, version: int) -> GroupVerdict:
+        """What a step at `version` does with a group."""
+        return judge(group, current_version=version, max_lag=self.max_lag, stragglers=self.too_old, rules=self.rules)
 
     @property
     def too_old(self) -> TooOld:
@@ -82,6 +98,8 @@ class Intake:
         self._writing = asyncio.Lock()
         self.work = Work()
         """Writing the log: a disk that does not answer stands still here."""
+        self.groups_without_signal = 0
+        """Groups in a row, up to now, that ended untrained because their rewards did not differ."""
         self._load_pending()
 
     @property
@@ -254,9 +272,7 @@ class Intake:
         pending = self._pending[task_id]
         if pending.verdict is None or pending.version != version:
             settings = self._settings
-            pending.verdict = judge(
-                pending.group, current_version=version, max_lag=settings.max_lag, stragglers=settings.too_old
-            )
+            pending.verdict = settings.judge(pending.group, version)
             pending.version = version
         return pending.verdict
 
@@ -283,6 +299,10 @@ class Intake:
             if use.end is not EndReason.TRAINED:
                 self._discarded += 1
                 self._say_discarded(use, verdict)
+            if use.end is EndReason.TRAINED:
+                self.groups_without_signal = 0
+            elif verdict.drop_reason is DropReason.NO_SIGNAL:
+                self.groups_without_signal += 1
         return ComposedStep(record, groups, verdicts)
 
     def _say_discarded(self, use: GroupUse, verdict: GroupVerdict) -> None:
@@ -322,8 +342,6 @@ def planned_steps(
     for later, ids in enumerate(first.planned):
         version = first.version + 1 + later
         groups = tuple(read_group(task_id) for task_id in ids)
-        verdicts = tuple(
-            judge(group, current_version=version, max_lag=settings.max_lag, stragglers=settings.too_old) for group in groups
-        )
+        verdicts = tuple(settings.judge(group, version) for group in groups)
         steps.append(ComposedStep(StepRecord(-1, version, first.batch, True, (), 0), groups, verdicts))
     return steps

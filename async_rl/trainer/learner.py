@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from async_rl.algorithms.advantages import group_advantages, group_rewards
-from async_rl.algorithms.losses import LOSSES, ClipRange, LossSettings
+from async_rl.algorithms.kl import kl_penalty
 from async_rl.config.run import RunConfig
 from async_rl.errors import AsyncRLError
 from async_rl.logs import Event, get_logger
@@ -27,13 +27,16 @@ from async_rl.run_dir.intake_log import Position, newest_epoch
 from async_rl.run_dir.layout import RunLayout
 from async_rl.trainer.checkpoint import Checkpoint, find_latest, load_checkpoint, open_checkpoint
 from async_rl.trainer.checkpoint_writer import CheckpointWriter, WriteRequest
+from async_rl.trainer.credit import Credit, Penalties
 from async_rl.trainer.distributed import Ranks
 from async_rl.trainer.intake import ComposedStep
-from async_rl.trainer.packing import MicroBatch, balance, unpack
+from async_rl.trainer.objective import step_settings
+from async_rl.trainer.packing import MicroBatch, balance, lay_out, unpack
 from async_rl.trainer.policy import PolicyModel
-from async_rl.trainer.samples import TrainingSample, to_training_samples
+from async_rl.trainer.samples import TrainingSample
 from async_rl.trainer.schedule import Schedule
-from async_rl.trainer.step import StepSettings, StepStats, make_optimizer, policy_logprobs, train_step
+from async_rl.trainer.step import OtherLogprobs, StepStats, make_optimizer, policy_logprobs, train_step
+from async_rl.trainer.step_metrics import step_stats_metrics
 from async_rl.weights.manifest import Probe, Tolerance
 from async_rl.weights.send_buffer import SendBuffer, SendBufferPool
 from protocol.lease import Work
@@ -90,12 +93,14 @@ class StepResult:
 class Learner:
     """Policy, optimizer and schedule of one rank. Rank 0's methods involve every rank; the others run `follow`."""
 
-    def __init__(self, config: RunConfig, policy: PolicyModel, ranks: Ranks) -> None:
+    def __init__(self, config: RunConfig, policy: PolicyModel, ranks: Ranks, *, reference: PolicyModel | None = None) -> None:
+        """reference: the frozen policy of the KL term; needed with algorithm.kl_coef above 0."""
         self._config = config
         self._policy = policy
+        self._reference = reference
         self._ranks = ranks
         self._layout = RunLayout(Path(config.run_dir))
-        trainer, algorithm = config.trainer, config.algorithm
+        trainer = config.trainer
         self._optimizer = make_optimizer(
             policy, learning_rate=trainer.learning_rate, betas=trainer.betas, weight_decay=trainer.weight_decay
         )
@@ -106,13 +111,8 @@ class Learner:
             max_steps=trainer.max_steps,
             final_fraction=trainer.final_lr_fraction,
         )
-        self._settings = StepSettings(
-            loss_fn=LOSSES[algorithm.loss],
-            loss_settings=LossSettings(ClipRange(algorithm.clip_low, algorithm.clip_high), algorithm.importance_cap),
-            grad_clip=trainer.grad_clip,
-            with_entropy=True,
-            on_micro_batch=self._mark_micro_batch,
-        )
+        self._settings = step_settings(config, on_micro_batch=self._mark_micro_batch)
+        self._credit = Credit.from_config(config.algorithm)
         self.work = Work(on_change=ranks.note, explain=ranks.behind)
         """The command that this rank runs now; progress is marked at every micro-batch."""
         self._pool = SendBufferPool(config.weights.wire_dtype, config.weights.bucket_bytes)
@@ -120,11 +120,13 @@ class Learner:
             self._layout.checkpoints_dir, policy, self._optimizer, timeout_s=config.trainer.idle_timeout_s
         )
         self._steps_done = 0
+        self._batch_version = 0
         self._proximal: dict[tuple[str, int], Tensor] = {}
         self._last_command = time.monotonic()
         self._commands: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
             "train": self._do_train,
             "proximal": self._do_proximal,
+            "reference": self._do_reference,
             "score": self._do_score,
             "gather": self._do_gather,
             "save": self._do_save,
@@ -149,14 +151,16 @@ class Learner:
 
     def begin_batch(self, batch: Sequence[ComposedStep]) -> None:
         """Fix the proximal policy of a drawn batch: the policy as it is now. The first step's own logprobs are those."""
+        self._batch_version = batch[0].record.version
         self._proximal.clear()
-        later = [sample for step in batch[1:] for sample in self._samples(step)]
-        if later:
+        later = [sample for step in batch[1:] for sample in self._credit.samples(step)]
+        if later and not self._interpolates:
             self._call("proximal", {"samples": later})
 
     def train(self, step: ComposedStep) -> StepResult:
         """One optimizer step on what the record says."""
-        stats: StepStats = self._call("train", {"samples": self._samples(step)})
+        payload = {"samples": self._samples(step), "since_proximal": step.record.version - self._batch_version}
+        stats: StepStats = self._call("train", payload)
         return StepResult(None if stats.skip_reason is None else stats.skip_reason.value, step_stats_metrics(stats))
 
     def snapshot(self, probe_sequences: Sequence[Sequence[int]]) -> tuple[SendBuffer, Probe]:
@@ -233,35 +237,53 @@ class Learner:
             micro_batches,
             settings=self._settings,
             learning_rate=self._schedule.learning_rate(self._steps_done + 1),
-            proximal_logprobs=self._proximal_of(samples, micro_batches),
+            others=OtherLogprobs(
+                proximal=self._proximal_of(samples, micro_batches),
+                steps_since_proximal=payload["since_proximal"] if self._interpolates else None,
+                reference=self._reference_of(micro_batches),
+            ),
         )
         self._steps_done += stats.applied
         return stats
 
     def _do_proximal(self, payload: Mapping[str, Any]) -> None:
-        """Logprobs of the whole batch, each rank its share, then everyone has all of them."""
         samples: Sequence[TrainingSample] = payload["samples"]
+        for sample, values in zip(samples, self._logprobs_of_all(self._policy, samples), strict=True):
+            self._proximal[sample.task_id, sample.member] = values
+
+    def _do_reference(self, payload: Mapping[str, Any]) -> list[Tensor]:
+        if self._reference is None:
+            raise AsyncRLError("algorithm.kl_coef is above 0, but no reference policy was loaded")
+        return self._logprobs_of_all(self._reference, payload["samples"])
+
+    def _logprobs_of_all(self, policy: PolicyModel, samples: Sequence[TrainingSample]) -> list[Tensor]:
+        """Logprobs of every sample's tokens: each rank its share, then everyone has all of them."""
         micro_batches = self._own_micro_batches(samples)
-        own = unpack(micro_batches, policy_logprobs(self._policy, micro_batches, on_micro_batch=self._mark_micro_batch))
+        own = unpack(micro_batches, policy_logprobs(policy, micro_batches, on_micro_batch=self._mark_micro_batch))
         starts = np.concatenate(([0], np.cumsum([len(sample) for sample in samples])))
-        everything = torch.zeros(int(starts[-1]), device=self._policy.device)
+        everything = torch.zeros(int(starts[-1]), device=policy.device)
         for index, values in own.items():
             everything[starts[index] : starts[index + 1]] = values
         if self._ranks.world_size > 1:
             dist.all_reduce(everything)
-        for index, sample in enumerate(samples):
-            self._proximal[sample.task_id, sample.member] = everything[starts[index] : starts[index + 1]]
+        return [everything[start:end] for start, end in pairwise(starts)]
 
     def _proximal_of(self, samples: Sequence[TrainingSample], micro_batches: Sequence[MicroBatch]) -> list[Tensor] | None:
         """Proximal logprobs per micro-batch, or None where the policy itself is the proximal one (a batch's first step)."""
         if not all((sample.task_id, sample.member) in self._proximal for sample in samples):
             return None
-        rows: list[Tensor] = []
-        for micro_batch in micro_batches:
-            members = [samples[index] for index in micro_batch.sample_indices]
-            parts = [self._proximal[member.task_id, member.member][: len(member)] for member in members]
-            rows.append(torch.cat(parts) if parts else torch.zeros(1, device=self._policy.device))
-        return rows
+        values = {index: self._proximal[sample.task_id, sample.member][: len(sample)] for index, sample in enumerate(samples)}
+        return [lay_out(micro_batch, values).to(self._policy.device) for micro_batch in micro_batches]
+
+    def _reference_of(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor] | None:
+        """Reference logprobs per micro-batch, where the loss asks for them."""
+        if self._settings.kl is None or self._reference is None:
+            return None
+        return policy_logprobs(self._reference, micro_batches, on_micro_batch=self._mark_micro_batch)
+
+    @property
+    def _interpolates(self) -> bool:
+        return self._config.algorithm.proximal == "interpolate"
 
     def _do_score(self, payload: Mapping[str, Any]) -> Any:
         return self._policy.score([s.tolist() for s in payload["sequences"]], temperature=payload["temperature"])
@@ -289,19 +311,32 @@ class Learner:
         self._steps_done = checkpoint.meta["version"]
 
     def _own_micro_batches(self, samples: Sequence[TrainingSample]) -> list[MicroBatch]:
-        every_rank = balance(samples, self._config.trainer.max_tokens_per_micro_batch, self._ranks.world_size)
+        trainer = self._config.trainer
+        every_rank = balance(
+            samples, trainer.max_tokens_per_micro_batch, self._ranks.world_size, share_prompts=trainer.share_prompts
+        )
         return every_rank[self._ranks.rank]
 
     def _samples(self, step: ComposedStep) -> list[TrainingSample]:
-        """Credit the trajectories of a step and flatten them. A function of the record and the groups alone."""
+        """Credit the trajectories of a step and flatten them, a KL penalty taken off their rewards if the config says so."""
         algorithm = self._config.algorithm
-        samples: list[TrainingSample] = []
-        for group, verdict in zip(step.groups, step.verdicts, strict=True):
-            if verdict.trains:
-                rewards, valid = group_rewards(group, verdict)
-                credited = group_advantages(rewards, valid, estimator=algorithm.advantage, eps=algorithm.advantage_eps)
-                samples.extend(to_training_samples(group, verdict, credited.values))
-        return samples
+        samples = self._credit.samples(step)
+        if algorithm.kl_coef == 0 or algorithm.kl_in != "reward" or not samples:
+            return samples
+        references: Sequence[Tensor] = self._call("reference", {"samples": samples})
+        penalties: Penalties = {
+            (sample.task_id, sample.member): algorithm.kl_coef
+            * float(
+                kl_penalty(
+                    torch.from_numpy(sample.behavior_logprobs),
+                    reference.cpu(),
+                    torch.from_numpy(sample.loss_mask),
+                    algorithm.kl_estimator,
+                ).sum()
+            )
+            for sample, reference in zip(samples, references, strict=True)
+        }
+        return self._credit.samples(step, penalties)
 
     # -- commands on the wire ----------------------------------------------------------------------------------------
     def _broadcast(self, name: str, payload: Mapping[str, Any]) -> None:
@@ -322,34 +357,10 @@ class Learner:
         return name, _from_plain(payload)
 
 
-def step_stats_metrics(stats: StepStats) -> dict[str, Any]:
-    """The trainer's own figures of a step, for its metrics line."""
-    sums = stats.loss_sums
-    tokens = max(stats.num_trained_tokens, 1)
-    squared = sums["weight_squared_sum"]
-    return {
-        "loss": stats.loss,
-        "grad_norm": stats.grad_norm,
-        "learning_rate": stats.learning_rate,
-        "tokens": stats.num_trained_tokens,
-        "tokens_forward": stats.num_tokens,
-        "micro_batches": stats.num_micro_batches,
-        "entropy": stats.entropy,
-        "behavior_gap_max": stats.behavior_gap_max,
-        "behavior_gap_mean": stats.behavior_gap_mean,
-        "ratio_mean": sums["ratio_sum"] / tokens,
-        "importance_weight_mean": sums["weight_sum"] / tokens,
-        "effective_sample_share": sums["weight_sum"] ** 2 / (tokens * squared) if squared else None,
-        "clipped_share": sums["num_clipped"] / tokens,
-        "truncated_share": sums["num_truncated"] / tokens,
-        "clamped_tokens": sums["num_clamped"],
-    }
-
-
 def _to_plain(payload: Mapping[str, Any]) -> dict[str, Any]:
     if "samples" not in payload:
         return dict(payload)
-    return {"samples": [_sample_to_plain(sample) for sample in payload["samples"]]}
+    return {**payload, "samples": [_sample_to_plain(sample) for sample in payload["samples"]]}
 
 
 def _from_plain(payload: dict[str, Any]) -> dict[str, Any]:
@@ -364,6 +375,7 @@ def _sample_to_plain(sample: TrainingSample) -> list[Any]:
         sample.loss_mask.astype(np.uint8),
         sample.behavior_logprobs,
         sample.advantages,
+        sample.lags,
         sample.temperature,
         sample.task_id,
         sample.member,
@@ -371,5 +383,5 @@ def _sample_to_plain(sample: TrainingSample) -> list[Any]:
 
 
 def _sample_from_plain(fields: Sequence[Any]) -> TrainingSample:
-    token_ids, mask, behavior, advantages, temperature, task_id, member = fields
-    return TrainingSample(token_ids, mask != 0, behavior, advantages, temperature, (), task_id, member)
+    token_ids, mask, behavior, advantages, lags, temperature, task_id, member = fields
+    return TrainingSample(token_ids, mask != 0, behavior, advantages, lags, temperature, task_id, member)

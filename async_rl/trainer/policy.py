@@ -115,7 +115,7 @@ class PolicyModel(nn.Module):
         ).last_hidden_state[0]
         head = output_head(self.hf)
         logprobs, entropy = token_logprobs(
-            hidden.index_select(0, rows - 1),
+            hidden.index_select(0, segments.previous[rows]),
             head.weight,
             token_ids.index_select(0, rows),
             temperature=temperature,
@@ -133,6 +133,7 @@ class PolicyModel(nn.Module):
         select: Tensor,
         temperature: float | Tensor,
         *,
+        parents: Tensor | None = None,
         with_entropy: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Return [T] logprobs where `select` (bool [T]) and 0 elsewhere, and entropies if asked for.
@@ -141,12 +142,11 @@ class PolicyModel(nn.Module):
         all the same, and its backward pass too.
         Raises: ShapeError if a sequence's first token is selected, which nothing predicts.
         """
-        starts = cu_seqlens[:-1][cu_seqlens[:-1] < cu_seqlens[1:]].long()
-        if bool(select[starts].any()):
-            raise ShapeError("the first token of a sequence is selected (loss_mask); nothing predicts it")
         device = self.device
         rows = select.nonzero()[:, 0]
-        segments = packed_segments(cu_seqlens, device)
+        segments = packed_segments(cu_seqlens, device, parents=parents)
+        if bool((segments.previous[rows.to(device)] < 0).any()):
+            raise ShapeError("the first token of a sequence is selected (loss_mask); nothing predicts it")
         selected = _uniform(temperature[rows]) if isinstance(temperature, Tensor) else temperature
         if isinstance(selected, Tensor):
             selected = selected.to(device)

@@ -21,26 +21,26 @@ class TrainingSample:
     """One trajectory as the step trains it. All arrays are [T] and aligned: position t holds what belongs to token t.
 
     token_ids: int32. loss_mask: bool, True where trained; never the first token, which has nothing before it.
-    behavior_logprobs: float32, nats at `temperature`. advantages: float32, 0 where not trained.
-    versions: of the sampled tokens, for metrics. task_id, member: which trajectory of which group it is.
+    behavior_logprobs: float32, nats at `temperature`. advantages: float32, 0 where not trained. lags: int32, versions
+    between the oldest policy that had a hand in a token and the one that trains it, 0 where not sampled.
+    task_id, member: which trajectory of which group it is.
     """
 
     token_ids: Int32Array
     loss_mask: BoolArray
     behavior_logprobs: Float32Array
     advantages: Float32Array
+    lags: Int32Array
     temperature: float
-    versions: tuple[VersionSpan, ...]
     task_id: str
     member: int
 
     def __post_init__(self) -> None:
         shape = self.token_ids.shape
-        if len(shape) != 1 or not shape == self.loss_mask.shape == self.behavior_logprobs.shape == self.advantages.shape:
-            raise ShapeError(
-                f"sample {self.task_id}[{self.member}]: token_ids {shape}, loss_mask {self.loss_mask.shape}, "
-                f"behavior_logprobs {self.behavior_logprobs.shape}, advantages {self.advantages.shape} must be one [T]"
-            )
+        arrays = ("loss_mask", "behavior_logprobs", "advantages", "lags")
+        if len(shape) != 1 or any(getattr(self, name).shape != shape for name in arrays):
+            listed = ", ".join(f"{name} {getattr(self, name).shape}" for name in arrays)
+            raise ShapeError(f"sample {self.task_id}[{self.member}]: token_ids {shape}, {listed} must be one [T]")
         if shape[0] == 0 or self.loss_mask[0]:
             raise ShapeError(f"sample {self.task_id}[{self.member}]: needs a first token, and that one cannot be trained")
 
@@ -69,7 +69,8 @@ def to_training_samples(group: TrajectoryGroup, verdict: GroupVerdict, advantage
         mask = trajectory.loss_mask != 0
         if decision.verdict is Verdict.MASK:
             _clear_older(mask, trajectory.versions, oldest_trained)
-        samples.append(_sample(trajectory, mask, float(advantages_G[member]), group.task_id, member))
+        lags = _token_lags(trajectory, verdict.current_version)
+        samples.append(_sample(trajectory, mask, lags, float(advantages_G[member]), group.task_id, member))
     return samples
 
 
@@ -79,7 +80,16 @@ def _clear_older(mask: BoolArray, versions: tuple[VersionSpan, ...], oldest_trai
             mask[span.start : span.end] = False
 
 
-def _sample(trajectory: Trajectory, mask: BoolArray, advantage: float, task_id: str, member: int) -> TrainingSample:
+def _token_lags(trajectory: Trajectory, current_version: int) -> Int32Array:
+    lags = np.zeros(len(trajectory.token_ids), dtype=np.int32)
+    for span in trajectory.versions:
+        lags[span.start : span.end] = current_version - span.kv_version
+    return lags
+
+
+def _sample(
+    trajectory: Trajectory, mask: BoolArray, lags: Int32Array, advantage: float, task_id: str, member: int
+) -> TrainingSample:
     end = len(mask) if mask[-1] else len(mask) - int(mask[::-1].argmax())
     mask = mask[:end]
     return TrainingSample(
@@ -87,8 +97,8 @@ def _sample(trajectory: Trajectory, mask: BoolArray, advantage: float, task_id: 
         loss_mask=mask,
         behavior_logprobs=trajectory.behavior_logprobs[:end],
         advantages=np.multiply(mask, advantage, dtype=np.float32),
+        lags=lags[:end],
         temperature=trajectory.sampling.temperature,
-        versions=trajectory.versions,
         task_id=task_id,
         member=member,
     )

@@ -10,6 +10,7 @@ import numpy as np
 
 from async_rl.algorithms.staleness import Verdict
 from async_rl.trainer.intake import ComposedStep
+from async_rl.trainer.step import StepStats
 
 
 def group_metrics(step: ComposedStep) -> dict[str, Any]:
@@ -50,15 +51,55 @@ def group_metrics(step: ComposedStep) -> dict[str, Any]:
     }
 
 
+def step_stats_metrics(stats: StepStats) -> dict[str, Any]:
+    """The trainer's own figures of a step, for its metrics line."""
+    sums, report = stats.loss_sums, stats.off_policy
+    tokens = max(stats.num_trained_tokens, 1)
+    squared = sums["weight_squared_sum"]
+    return {
+        "loss": stats.loss,
+        "grad_norm": stats.grad_norm,
+        "learning_rate": stats.learning_rate,
+        "tokens": stats.num_trained_tokens,
+        "sequences": stats.num_trained_sequences,
+        "tokens_forward": stats.num_tokens,
+        "micro_batches": stats.num_micro_batches,
+        "entropy": stats.entropy,
+        "kl_reference": stats.kl,
+        "loss_ratio_mean": sums["ratio_sum"] / tokens,
+        "importance_weight_mean": sums["weight_sum"] / tokens,
+        "effective_sample_share": sums["weight_sum"] ** 2 / (tokens * squared) if squared else None,
+        "clipped_share": sums["num_clipped"] / tokens,
+        "truncated_share": sums["num_truncated"] / tokens,
+        "importance_masked_share": sums["num_masked"] / tokens,
+        "clamped_tokens": sums["num_clamped"],
+        "behavior_gap_max": report.log_ratio_max_abs,
+        "behavior_gap_mean": -report.k1,
+        "ess_token": report.ess_token,
+        "ess_sequence": report.ess_sequence,
+        "kl_behavior_k1": report.k1,
+        "kl_behavior_k3": report.k3,
+        "ratio_mean": report.ratio_mean,
+        "ratio_min": report.ratio_min,
+        "ratio_p01": report.ratio_p01,
+        "ratio_p50": report.ratio_p50,
+        "ratio_p99": report.ratio_p99,
+        "ratio_max": report.ratio_max,
+        "lag_token_mean": report.lag_token_mean,
+        "lag_token_max": report.lag_token_max,
+        "same_version_tokens": report.same_version_tokens,
+        "same_version_gap_max": report.same_version_gap_max,
+        "same_version_gap_mean": report.same_version_gap_mean,
+    }
+
+
 def logprob_mismatch(line: Mapping[str, Any], *, tolerance: float) -> float | None:
-    """The largest |policy − behavior| logprob (nats) of a step whose every token was sampled by the version that it starts
-    from, if it is above `tolerance`: there, both are one number, and engine and trainer disagree on tokens, positions or
-    temperature. None for other steps: newer weights move the logprobs.
+    """The largest |policy − behavior| logprob (nats) over the step's tokens that the version it starts from sampled, if it is
+    above `tolerance`: there, both are one number, and engine and trainer disagree on tokens, positions or temperature. None
+    without such tokens: newer weights move the logprobs.
     """
-    gap = line.get("behavior_gap_max")
-    if line.get("lag_max") != 0 or line.get("skip_reason") is not None or gap is None or gap <= tolerance:
-        return None
-    return float(gap)
+    gap = line.get("same_version_gap_max")
+    return None if line.get("skip_reason") is not None or gap is None or gap <= tolerance else float(gap)
 
 
 def _mean(values: Sequence[float]) -> float | None:

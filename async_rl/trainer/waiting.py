@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from async_rl.config.run import RunConfig
-from async_rl.errors import DeadlineExceeded
+from async_rl.errors import DataError, DeadlineExceeded
 from async_rl.logs import Event, get_logger
 from async_rl.registry.versions import VersionRegistry
 from async_rl.trainer.intake import ComposedStep, Intake
@@ -50,7 +50,10 @@ class BatchWait:
         self.arrived.set()
 
     async def draw(self, intake: Intake, epoch: int, version: int, steps: int) -> tuple[list[ComposedStep], float]:
-        """Wait until a batch can be drawn. An empty one: the data has ended, or stop() was called."""
+        """Wait until a batch can be drawn. An empty one: the data has ended, or stop() was called.
+
+        Raises: DeadlineExceeded; DataError if dynamic sampling finds no group with a signal any more.
+        """
         started, said = self._now(), False
         discarded = intake.discarded
         while not self.stopping.is_set():
@@ -63,11 +66,21 @@ class BatchWait:
                 batch = await intake.compose_batch(version, steps=steps, partial=True)
                 if not batch:
                     break
+            self._require_signal(intake)
             waited = self._now() - started
             if batch:
                 return batch, waited
             said = await self._keep_waiting(waited, said, intake)
         return [], self._now() - started
+
+    def _require_signal(self, intake: Intake) -> None:
+        limit = self._config.algorithm.max_groups_without_signal
+        if intake.groups_without_signal >= limit:
+            raise DataError(
+                f"the last {intake.groups_without_signal} groups had rewards that do not differ "
+                f"(algorithm.max_groups_without_signal={limit}), so dynamic sampling leaves nothing to train on: "
+                f"the prompts are all solved or all too hard; use other data, or set algorithm.dynamic_sampling=false"
+            )
 
     async def _compose_unless_held(self, intake: Intake, version: int, steps: int) -> list[ComposedStep]:
         if await self.stragglers.holds(intake, version, steps=steps):

@@ -1,44 +1,92 @@
-"""Losses against numbers that were computed elsewhere from the papers' formulas, and gradients against exact expectations."""
+"""Losses against numbers that were computed elsewhere from the papers' formulas, and rows worked by hand."""
 
 from __future__ import annotations
 
-import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from async_rl.algorithms.advantages import group_advantages
+from async_rl.algorithms.aggregation import Aggregation, AggregationName, StepCounts, aggregate
 from async_rl.algorithms.importance import importance_ratio
-from async_rl.algorithms.losses import LOSSES, ClipRange, LossSettings, LossTokens, clipped_surrogate, decoupled_clip
+from async_rl.algorithms.kl import kl_loss
+from async_rl.algorithms.losses import LOSSES, ClipRange, LossSettings, LossTokens
 
 POLICY = torch.tensor([-0.5, -1.0, -0.2, -2.0, -0.3, -0.9, -1.5, 0.0])
 PROXIMAL = torch.tensor([-0.7, -0.9, -0.6, -1.5, -0.1, -1.6, -1.4, 0.0])
 BEHAVIOR = torch.tensor([-0.6, -1.3, -0.5, -3.5, -0.2, -1.5, -1.3, 0.0])
 ADVANTAGES = torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -1.0, 0.0])
 MASK = torch.tensor([True] * 7 + [False])
-SYMMETRIC = ClipRange(0.2, 0.2)
+SEQUENCES = torch.tensor([0] * 4 + [1] * 4)
+SYMMETRIC, HIGHER = ClipRange(0.2, 0.2), ClipRange(0.2, 0.28)
+
+GOLDEN: dict[str, tuple[float, str, AggregationName, dict[str, Any]]] = {
+    "PPO clip": (-0.0248639, "clipped_surrogate", "token_mean", {}),
+    "dual clip": (-0.0982572, "clipped_surrogate", "token_mean", {"dual_clip": 1.5}),
+    "clip-higher": (-0.0393500, "clipped_surrogate", "token_mean", {"clip": HIGHER}),
+    "truncated token weight": (-0.1698348, "decoupled_clip", "token_mean", {}),
+    "masked token weight": (0.0034597, "decoupled_clip", "token_mean", {"importance": "mask"}),
+    "truncated sequence weight": (-0.6344384, "decoupled_clip", "token_mean", {"importance_level": "sequence"}),
+    "GSPO, token mean": (-0.0817297, "gspo", "token_mean", {}),
+    "GSPO": (0.0713154, "gspo", "sequence_mean_of_means", {}),
+    "CISPO": (0.0880948, "cispo", "token_mean", {"clip": HIGHER}),
+    "CISPO, capped only": (0.0328178, "cispo", "token_mean", {"clip": ClipRange(1.0, 0.28)}),
+    "geometric-mean PPO": (0.0957007, "gmpo", "sequence_mean_of_means", {}),
+    "mean of token sums": (-0.0870237, "clipped_surrogate", "sequence_mean_of_sums", {}),
+    "mean of token means": (0.1339658, "clipped_surrogate", "sequence_mean_of_means", {}),
+    "constant 4": (-0.0435119, "clipped_surrogate", "constant", {}),
+}
 
 
 def tokens(*, behavior: Tensor = BEHAVIOR, proximal: Tensor = PROXIMAL) -> LossTokens:
-    return LossTokens(POLICY, proximal, behavior, ADVANTAGES, MASK)
+    return LossTokens(POLICY, proximal, behavior, ADVANTAGES, MASK, SEQUENCES, 2)
 
 
-@pytest.mark.parametrize(("clip", "expected"), [(SYMMETRIC, -0.0248639), (ClipRange(0.2, 0.28), -0.0393500)])
-def test_ppo_clip_and_clip_higher(clip: ClipRange, expected: float) -> None:
-    output = clipped_surrogate(tokens(behavior=PROXIMAL), LossSettings(clip))
-    assert float(output.loss_sum) / 7 == pytest.approx(expected, abs=1e-6)
-
-
-def test_decoupled_clip_is_ppo_times_the_truncated_token_weight() -> None:
-    output = decoupled_clip(tokens(), LossSettings(SYMMETRIC, importance_cap=2.0))
-    assert float(output.loss_sum) / 7 == pytest.approx(-0.1698348, abs=1e-6)
+@pytest.mark.parametrize("row", GOLDEN)
+def test_golden(row: str) -> None:
+    expected, name, how, options = GOLDEN[row]
+    # rows without a weight take the proximal policy as the one that sampled
+    given = tokens() if name == "decoupled_clip" else tokens(behavior=PROXIMAL)
+    output = LOSSES[name](given, LossSettings(**{"clip": SYMMETRIC, "importance_cap": 2.0, **options}))
+    loss = aggregate(output.token_losses, given, StepCounts(7, 2), Aggregation(how, 4.0))
+    assert float(loss) == pytest.approx(expected, abs=1e-6)
 
 
 def test_decoupled_clip_without_a_gap_to_the_behavior_policy_is_ppo() -> None:
-    output = decoupled_clip(tokens(behavior=PROXIMAL), LossSettings(SYMMETRIC))
+    output = LOSSES["decoupled_clip"](tokens(behavior=PROXIMAL), LossSettings(SYMMETRIC))
     assert float(output.loss_sum) / 7 == pytest.approx(-0.0248639, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["decoupled_clip", "clipped_surrogate", "gspo", "gmpo"])
+def test_on_policy_every_surrogate_is_minus_the_sum_of_advantages(name: str) -> None:
+    output = LOSSES[name](LossTokens(POLICY, POLICY, POLICY, ADVANTAGES, MASK), LossSettings(SYMMETRIC))
+    assert float(output.loss_sum) == -1.0
+
+
+TWO = torch.tensor([math.log(0.4), math.log(0.2)])  # one sequence: proximal .4 and .2, behavior .1 and .4
+FROM = torch.tensor([math.log(0.1), math.log(0.4)])
+
+
+@pytest.mark.parametrize(
+    ("options", "weights"),
+    [
+        ({"importance": "exact"}, [4.0, 0.5]),
+        ({"importance": "exact", "importance_level": "sequence"}, [2.0, 2.0]),  # 4 × 1/2
+        ({"importance": "exact", "importance_level": "geometric"}, [math.sqrt(2.0)] * 2),
+        ({"importance": "truncate", "importance_cap": 3.0}, [3.0, 0.5]),
+        ({"importance": "mask", "importance_cap": 3.0}, [0.0, 0.5]),  # what is kept keeps its weight
+        ({"importance": "mask", "importance_cap": 4.5, "importance_floor": 0.75}, [4.0, 0.0]),
+        # bounds are on proximal/behavior, not on its inverse: 1/4 and 2 would keep the first and mask neither above 3
+        ({"importance": "mask", "importance_cap": 3.0, "importance_floor": 0.75}, [0.0, 0.0]),
+        ({"importance": "none"}, [1.0, 1.0]),
+    ],
+)
+def test_importance_weights_by_hand(options: dict[str, Any], weights: list[float]) -> None:
+    given = LossTokens(TWO, TWO, FROM, torch.ones(2), torch.ones(2, dtype=torch.bool))
+    output = LOSSES["decoupled_clip"](given, LossSettings(SYMMETRIC, **options))
+    assert output.token_losses.tolist() == pytest.approx([-weight for weight in weights], rel=1e-6)
 
 
 def test_ratio_is_one_where_both_sides_temper_and_shows_a_side_that_does_not() -> None:
@@ -50,53 +98,24 @@ def test_ratio_is_one_where_both_sides_temper_and_shows_a_side_that_does_not() -
     assert importance_ratio(raw, tempered, mask).values.tolist() == pytest.approx([math.exp(-0.12693 + 0.01815)], abs=1e-4)
 
 
-REWARD_OF_ACTION = (1.0, 0.0, 0.3)
-
-
-def expected_gradient(estimator: str | None, policy_logits: Tensor, behavior_logits: Tensor, group_size: int) -> Tensor:
-    """Exact E[gradient of the mean loss] over all groups of one-token answers that behavior may sample.
-
-    Without an estimator the advantage is the reward itself, so what is left is the loss's own gradient.
-    """
-    behavior = behavior_logits.log_softmax(-1)
-    total = torch.zeros(3, dtype=torch.float64)
-    settings = LossSettings(ClipRange(0.2, 0.2), importance_cap=1e6)
-    for actions in itertools.product(range(3), repeat=group_size):
-        index = torch.tensor(actions)
-        rewards = [REWARD_OF_ACTION[action] for action in actions]
-        credit = rewards if estimator is None else group_advantages(rewards, [True] * group_size, estimator=estimator).values
-        logits = policy_logits.clone().requires_grad_()
-        policy = logits.log_softmax(-1)[index]
-        advantages, mask = torch.as_tensor(credit), torch.ones(group_size, dtype=torch.bool)
-        loss = decoupled_clip(LossTokens(policy, policy.detach(), behavior[index], advantages, mask), settings).loss_sum
-        (gradient,) = torch.autograd.grad(loss / group_size, logits)
-        total += behavior[index].sum().exp() * gradient
-    return total
-
-
-def true_gradient(policy_logits: Tensor) -> Tensor:
-    """Of minus the expected reward: −p_a (r_a − J), by hand."""
-    p = policy_logits.softmax(-1)
-    rewards = torch.tensor(REWARD_OF_ACTION, dtype=torch.float64)
-    return -p * (rewards - (p * rewards).sum())
-
-
-POLICY_LOGITS = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64)
-BEHAVIOR_LOGITS = torch.tensor([-0.4, 0.6, 0.1], dtype=torch.float64)
-
-
-def test_token_weights_make_a_one_token_gradient_exact_off_policy() -> None:
-    gradient = expected_gradient(None, POLICY_LOGITS, BEHAVIOR_LOGITS, group_size=1)
-    torch.testing.assert_close(gradient, true_gradient(POLICY_LOGITS), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize(("estimator", "factor"), [("rloo", 1.0), ("dr_grpo", 2 / 3)])
-def test_leave_one_out_gives_the_exact_gradient_and_the_group_mean_a_known_fraction(estimator: str, factor: float) -> None:
-    gradient = expected_gradient(estimator, POLICY_LOGITS, POLICY_LOGITS, group_size=3)
-    torch.testing.assert_close(gradient, factor * true_gradient(POLICY_LOGITS), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_on_policy_every_loss_is_minus_the_sum_of_advantages(name: str) -> None:
-    output = LOSSES[name](LossTokens(POLICY, POLICY, POLICY, ADVANTAGES, MASK), LossSettings(SYMMETRIC))
-    assert float(output.loss_sum) == -1.0
+@pytest.mark.parametrize(
+    ("estimator", "form", "expected"),
+    [
+        ("k1", "plain", 0.0),
+        ("k2", "plain", -0.549),
+        ("k3", "plain", -0.400),
+        ("k1", "unbiased", -0.549),
+        ("k2", "unbiased", -0.549),
+        ("k3", "unbiased", -0.549),
+    ],
+)
+def test_kl_gradient_of_two_outcomes(estimator: Any, form: Any, expected: float) -> None:
+    """p = 0.5 each, the reference gives the first 0.9; exact expectation over one logit: the true gradient is −0.549."""
+    logit = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    policy = torch.stack((torch.nn.functional.logsigmoid(logit), torch.nn.functional.logsigmoid(-logit)))
+    reference = torch.tensor([0.9, 0.1], dtype=torch.float64).log()
+    same, one = policy.detach(), torch.ones(2, dtype=torch.bool)
+    given = LossTokens(policy, same, same, torch.zeros(2, dtype=torch.float64), one, torch.tensor([0, 1]), 2)
+    expectation = (same.exp() * kl_loss(reference, given, estimator=estimator, form=form)).sum()
+    (gradient,) = torch.autograd.grad(expectation, logit)
+    assert float(gradient) == pytest.approx(expected, abs=1e-3)

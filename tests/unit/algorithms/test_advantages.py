@@ -7,42 +7,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.algorithms.advantages import ADVANTAGES, group_advantages, group_rewards
+from async_rl.algorithms.advantages import ADVANTAGES, group_rewards
+from async_rl.algorithms.credit import AdvantageSettings, RewardGroup
 from async_rl.algorithms.staleness import judge
 from async_rl.errors import ShapeError
 from async_rl.testing.builders import make_group, make_trajectory
 from protocol.messages import Reward
 
 
-@pytest.mark.parametrize("estimator", ADVANTAGES)
-def test_one_reward_has_no_baseline_and_is_counted(estimator: str) -> None:
-    result = group_advantages([0.7], [True], estimator=estimator)
-    assert (result.values.tolist(), result.num_no_baseline, result.all_equal) == ([0.0], 1, False)
-
-
-@pytest.mark.parametrize("estimator", ADVANTAGES)
-def test_one_valid_reward_among_invalid_ones_has_no_baseline_either(estimator: str) -> None:
-    result = group_advantages([0.7, math.nan, math.inf], [True, False, False], estimator=estimator)
-    assert (result.values.tolist(), result.num_no_baseline, result.baseline) == ([0.0, 0.0, 0.0], 1, 0.7)
-
-
-@pytest.mark.parametrize("estimator", ADVANTAGES)
-@pytest.mark.parametrize("reward", [0.7, 0.1, -1 / 3, 1e-300, 0.0])
-def test_equal_rewards_give_exactly_zero(estimator: str, reward: float) -> None:
-    result = group_advantages([reward] * 7, [True] * 7, estimator=estimator)
-    assert result.values.tolist() == [0.0] * 7
-    assert (result.all_equal, result.num_no_baseline) == (True, 0)
+def credit(estimator: str, group: RewardGroup, eps: float = 1e-6) -> list[float]:
+    (values,) = ADVANTAGES[estimator]([group], AdvantageSettings(eps))
+    return values.tolist()
 
 
 def test_rewards_that_hardly_differ_are_scaled_by_their_std_plus_eps() -> None:
-    values = group_advantages([1.0, 1.00001], [True, True], estimator="grpo", eps=1e-6).values
+    values = credit("grpo", RewardGroup.of([1.0, 1.00001]))
     expected = 5e-6 / (1e-5 / math.sqrt(2) + 1e-6)  # 0.6195: half the difference over (sample std + eps)
-    assert values.tolist() == pytest.approx([-expected, expected], rel=1e-6)
-
-
-def test_group_without_a_valid_reward_has_no_baseline_and_no_credit() -> None:
-    result = group_advantages([math.nan] * 2, [False] * 2, estimator="grpo")
-    assert (result.values.tolist(), result.baseline, result.num_no_baseline, result.all_equal) == ([0.0, 0.0], None, 0, False)
+    assert values == pytest.approx([-expected, expected], rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -53,16 +34,14 @@ def test_what_the_verifier_could_not_score_leaves_baseline_and_credit(estimator:
     failed = Reward.invalid("ZeroDivisionError: division by zero", "ZeroDivisionError")
     group = make_group(rewards=[1.0, 0.0, 1.0, failed])
     verdict = judge(group, current_version=0, max_lag=0, stragglers="drop")
-    result = group_advantages(*group_rewards(group, verdict), estimator=estimator)
-    assert result.baseline == pytest.approx(2 / 3)
-    assert result.values.tolist() == pytest.approx(expected, abs=1e-6)
+    rewards, valid = group_rewards(group, verdict)
+    assert credit(estimator, RewardGroup.of(rewards, valid)) == pytest.approx(expected, abs=1e-6)  # the baseline is 2/3
 
 
 def test_a_stale_reward_stays_in_the_baseline_of_its_siblings() -> None:
     group = make_group([make_trajectory(versions=v, reward=r) for v, r in ((7, 1.0), (7, 0.0), (7, 0.0), (3, 1.0))])
     verdict = judge(group, current_version=7, max_lag=2, stragglers="drop")
-    result = group_advantages(*group_rewards(group, verdict), estimator="dr_grpo")
-    assert (result.baseline, result.values.tolist()) == (0.5, [0.5, -0.5, -0.5, 0.5])
+    assert credit("dr_grpo", RewardGroup.of(*group_rewards(group, verdict))) == [0.5, -0.5, -0.5, 0.5]
 
 
 def test_rewards_of_another_group_are_refused() -> None:
@@ -73,22 +52,20 @@ def test_rewards_of_another_group_are_refused() -> None:
 
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ShapeError, match="per trajectory"):
-        group_advantages([1.0, 0.0], [True], estimator="grpo")
-    with pytest.raises(ValueError, match="must be one of grpo, dr_grpo, rloo"):
-        group_advantages([1.0], [True], estimator="gae")
+        RewardGroup.of([1.0, 0.0], [True])
     with pytest.raises(ValueError, match="must be finite"):
-        group_advantages([1.0, math.nan], [True, True], estimator="grpo")
+        RewardGroup.of([1.0, math.nan])
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     rewards=st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=8),
-    estimator=st.sampled_from(sorted(ADVANTAGES)),
+    estimator=st.sampled_from(["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"]),
     valid_bits=st.integers(0, 255),
 )
 def test_credit_sums_to_zero_and_orders_as_the_rewards(rewards: list[float], estimator: str, valid_bits: int) -> None:
     valid = np.array([bool(valid_bits >> i & 1) for i in range(len(rewards))])
-    values = group_advantages(rewards, valid, estimator=estimator).values
+    values = np.array(credit(estimator, RewardGroup.of(rewards, valid)))
     assert abs(values.sum()) <= 1e-6
     assert (values[~valid] == 0).all()
     order = np.argsort(np.array(rewards)[valid], kind="stable")

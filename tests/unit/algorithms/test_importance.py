@@ -5,16 +5,18 @@ import math
 import pytest
 import torch
 
-from async_rl.algorithms.importance import (
-    LOG_RATIO_BOUND,
-    effective_sample_size,
-    importance_ratio,
-    importance_weight,
-    summarize_ratios,
-)
+from async_rl.algorithms.importance import LOG_RATIO_BOUND, ImportanceWeight, importance_ratio, importance_weight
+from async_rl.algorithms.tokens import ClipRange, LossSettings, LossTokens
 from async_rl.errors import ShapeError
 
 LN2 = math.log(2.0)
+
+
+def weigh(log_weights: list[float], mask: list[bool]) -> ImportanceWeight:
+    proximal = torch.tensor(log_weights, requires_grad=True)
+    zeros = torch.zeros(len(mask))
+    tokens = LossTokens(proximal, proximal, zeros, zeros, torch.tensor(mask))
+    return importance_weight(proximal, tokens, LossSettings(ClipRange(0.2, 0.2), importance_cap=2.0))
 
 
 def test_ratio_and_its_gradient_by_hand() -> None:
@@ -47,7 +49,7 @@ def test_nan_surfaces_where_trained_and_only_there() -> None:
     ratio = importance_ratio(policy, torch.zeros(2), torch.tensor([True, False])).values
     assert math.isnan(ratio[0].item())
     assert ratio[1].item() == 1.0
-    weight = importance_weight(torch.tensor([nan]), torch.zeros(1), torch.tensor([True]), cap=2.0)
+    weight = weigh([nan], [True])
     assert math.isnan(weight.values.item())
 
 
@@ -63,8 +65,7 @@ def test_half_precision_logprobs_are_compared_in_float32() -> None:
 
 
 def test_weight_is_truncated_detached_and_its_raw_sums_are_kept() -> None:
-    proximal = torch.tensor([2 * LN2, 0.0, -LN2, 9.0], requires_grad=True)
-    weight = importance_weight(proximal, torch.zeros(4), torch.tensor([True, True, True, False]), cap=2.0)
+    weight = weigh([2 * LN2, 0.0, -LN2, 9.0], [True, True, True, False])
     assert weight.values.tolist() == pytest.approx([2.0, 1.0, 0.5, 1.0])  # raw 4, 1, 1/2
     assert not weight.values.requires_grad
     assert int(weight.num_truncated) == 1
@@ -73,50 +74,9 @@ def test_weight_is_truncated_detached_and_its_raw_sums_are_kept() -> None:
 
 
 def test_an_absurd_weight_is_truncated_to_the_cap_with_finite_sums() -> None:
-    weight = importance_weight(torch.tensor([1000.0]), torch.zeros(1), torch.tensor([True]), cap=2.0)
+    weight = weigh([1000.0], [True])
     assert weight.values.tolist() == [2.0]
     assert math.isfinite(float(weight.raw_squared_sum))
-
-
-def test_summary_by_hand() -> None:
-    behavior = torch.full((4,), -1.0)
-    policy = behavior + torch.tensor([LN2, 0.0, -LN2, 50.0])
-    summary = summarize_ratios(policy, behavior, torch.tensor([True, True, True, False]))
-    assert summary.num_tokens == 3
-    assert summary.ratio_mean == pytest.approx(3.5 / 3)
-    assert (summary.ratio_min, summary.ratio_p01, summary.ratio_p50) == pytest.approx((0.5, 0.5, 1.0))
-    assert (summary.ratio_p99, summary.ratio_max) == pytest.approx((2.0, 2.0))
-    assert summary.log_ratio_max_abs == pytest.approx(LN2)
-    assert summary.kl_k1 == pytest.approx(0.0, abs=1e-7)
-    assert summary.kl_k3 == pytest.approx(((2 - 1 - LN2) + (0.5 - 1 + LN2)) / 3)
-    assert summary.ess_fraction == pytest.approx(3.5**2 / (4 + 1 + 0.25) / 3)
-
-
-def test_percentiles_are_nearest_rank() -> None:
-    policy = torch.log(torch.arange(1, 201, dtype=torch.float64))
-    summary = summarize_ratios(policy, torch.zeros(200), torch.ones(200, dtype=torch.bool))
-    assert (summary.ratio_p01, summary.ratio_p50, summary.ratio_p99) == pytest.approx((2.0, 100.0, 198.0), rel=1e-5)
-
-
-def test_effective_sample_size_is_that_of_the_raw_weights() -> None:
-    policy = torch.tensor([math.log(100.0)] + [0.0] * 9)
-    summary = summarize_ratios(policy, torch.zeros(10), torch.ones(10, dtype=torch.bool))
-    assert summary.ess_fraction == pytest.approx(109**2 / (100**2 + 9) / 10)  # 0.119; truncated at 2 it would be 0.93
-
-
-def test_summary_of_nothing_says_no_difference() -> None:
-    summary = summarize_ratios(torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.bool))
-    assert (summary.num_tokens, summary.ratio_mean, summary.kl_k3, summary.ess_fraction) == (0, 1.0, 0.0, 1.0)
-    assert effective_sample_size(0.0, 0.0) == 0.0
-
-
-def test_kl_estimates_agree_with_the_exact_value_in_expectation() -> None:
-    behavior, policy = torch.tensor([0.5, 0.3, 0.2]).log(), torch.tensor([0.25, 0.25, 0.5]).log()
-    exact = 0.5 * math.log(2) + 0.3 * math.log(1.2) + 0.2 * math.log(0.4)
-    tokens = torch.tensor([0] * 5 + [1] * 3 + [2] * 2)  # exactly behavior's proportions
-    summary = summarize_ratios(policy[tokens], behavior[tokens], torch.ones(10, dtype=torch.bool))
-    assert summary.kl_k1 == pytest.approx(exact, rel=1e-5)
-    assert summary.kl_k3 == pytest.approx(exact, rel=1e-5)
 
 
 def test_lengths_that_differ_are_refused_by_name() -> None:

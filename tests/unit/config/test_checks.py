@@ -16,6 +16,25 @@ def test_defaults_pass():
     check(config())
 
 
+def test_an_estimator_that_needs_no_siblings_may_have_groups_of_one():
+    check(config(rollout={"group_size": 1}, algorithm={"advantage": "reinforce_pp"}))
+
+
+@pytest.mark.parametrize(
+    ("loss", "clip", "aggregation"),
+    [
+        ("decoupled_clip", (0.2, 0.28), "token_mean"),
+        ("gspo", (3e-4, 4e-4), "sequence_mean_of_means"),
+        ("gmpo", (0.4, 0.4), "sequence_mean_of_means"),
+        ("cispo", (1.0, 4.0), "token_mean"),
+    ],
+)
+def test_each_loss_brings_the_defaults_of_its_paper(loss, clip, aggregation):
+    algorithm = config(algorithm={"loss": loss}).algorithm
+    assert (algorithm.clip, algorithm.aggregation_name) == (clip, aggregation)
+    assert config(algorithm={"loss": loss, "clip_high": 0.5}).algorithm.clip == (clip[0], 0.5)
+
+
 @pytest.mark.parametrize(
     ("sections", "parts"),
     [
@@ -25,6 +44,28 @@ def test_defaults_pass():
         (
             {"rollout": {"group_size": 1}, "algorithm": {"advantage": "rloo"}},
             ["rollout.group_size=1", "'rloo'", "group-relative"],
+        ),
+        ({"algorithm": {"loss": "ppo2"}}, ["algorithm.loss='ppo2' is unknown", "clipped_surrogate", "module:function"]),
+        ({"algorithm": {"advantage": "gae2"}}, ["algorithm.advantage='gae2' is unknown", "rloo"]),
+        ({"algorithm": {"loss_args": {"a": 1}}}, ["algorithm.loss_args", "built-in"]),
+        (
+            {"algorithm": {"loss": "decoupled_clip", "anchor": "behavior"}},
+            ["algorithm.anchor='behavior' contradicts", "proximal policy", "algorithm.loss='clipped_surrogate'"],
+        ),
+        ({"algorithm": {"importance": "none"}}, ["algorithm.importance='none'", "who sampled", "'truncate'"]),
+        ({"algorithm": {"loss": "cispo", "dual_clip": 3.0}}, ["algorithm.dual_clip has no effect", "'cispo'"]),
+        ({"algorithm": {"importance_floor": 0.5}}, ["importance_floor has no effect", "importance='mask'"]),
+        ({"algorithm": {"clip_low": 1.0}}, ["algorithm.clip_low=1.0", "no lower bound"]),
+        ({"algorithm": {"aggregation": "constant"}}, ["aggregation='constant'", "needs a constant"]),
+        ({"algorithm": {"reference": "/m"}}, ["algorithm.reference='/m'", "kl_coef"]),
+        (
+            {"algorithm": {"kl_coef": 0.1, "kl_estimator": "k1", "kl_form": "plain"}},
+            ["algorithm.kl_estimator='k1'", "trains nothing", "kl_form='unbiased'"],
+        ),
+        ({"algorithm": {"overlong_buffer": 65}, "rollout": {"max_new_tokens": 64}}, ["overlong_buffer=65", "set it to 64"]),
+        (
+            {"algorithm": {"dynamic_sampling": True, "advantage": "reinforce_pp"}, "rollout": {"group_size": 1}},
+            ["algorithm.dynamic_sampling", "cannot differ"],
         ),
         ({"rollout": {"max_context": 64, "max_new_tokens": 64}}, ["max_new_tokens=64", "max_context=64", "below 64"]),
         ({"rollout": {"group_size": 8, "max_running": 4}}, ["group_size=8", "max_running=4", "raise rollout.max_running to 8"]),

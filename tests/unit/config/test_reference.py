@@ -22,7 +22,7 @@ def test_page_has_one_row_per_setting():
 
 def test_row_says_type_bounds_default_and_meaning():
     assert (
-        "| `algorithm.clip_low` | number, > 0, < 1 | `0.2` | Ratios are clipped below at 1 − clip_low. |"
+        "| `algorithm.advantage_eps` | number, > 0 | `1e-06` | Added to the standard deviation of a group's rewards. |"
         in reference().splitlines()
     )
     assert '| `rollout.kv` | `recompute` or `keep` | `"recompute"` |' in reference()

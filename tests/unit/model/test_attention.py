@@ -117,3 +117,57 @@ def test_what_cannot_run_packed_is_refused_by_name() -> None:
         packed_attention(nn.Module(), *tensors, None, packed_segments=segments, s_aux=torch.zeros(1))
     with pytest.raises(ShapeError, match="one row of 2 tokens"):
         packed_attention(nn.Module(), *[torch.zeros(1, 1, 3, 4)] * 3, None, packed_segments=segments)
+
+
+groups_strategy = st.lists(
+    st.tuples(st.integers(1, 30), st.lists(st.integers(1, 40), min_size=1, max_size=5)), min_size=1, max_size=4
+)
+
+
+@given(
+    groups=groups_strategy,
+    single=st.integers(0, 20),
+    window=st.sampled_from([None, 1, 5, 16]),
+    softcap=st.sampled_from([None, 2.0]),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=25, deadline=None)
+def test_runs_that_continue_a_prompt_attend_as_whole_sequences_in_value_and_gradient(
+    groups: list[tuple[int, list[int]]], single: int, window: int | None, softcap: float | None, seed: int
+) -> None:
+    """A prompt and its continuations, packed once each, against every sequence written out in full."""
+    torch.manual_seed(seed)
+    runs, parents = [single], [-1]
+    whole: list[list[int]] = [list(range(single))]  # rows of each sequence
+    for prompt, continuations in groups:
+        first, start = len(runs), sum(runs)
+        runs.append(prompt)
+        parents.append(-1)
+        for length in continuations:
+            whole.append([*range(start, start + prompt), *range(sum(runs), sum(runs) + length)])
+            runs.append(length)
+            parents.append(first)
+    total = sum(runs)
+    tensors = [torch.randn(1, heads, total, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    segments = packed_segments(cu_seqlens(runs), parents=torch.tensor(parents))
+    shared = run(*tensors, segments, sliding_window=window, softcap=softcap)
+    rows = torch.tensor([row for sequence in whole for row in sequence], dtype=torch.int64)
+    expanded = [tensor[:, :, rows] for tensor in tensors]
+    expected = reference(*expanded, [len(sequence) for sequence in whole], window=window, softcap=softcap)
+    torch.testing.assert_close(shared[:, rows], expected, rtol=0, atol=1e-12)
+    upstream = torch.randn(1, len(rows), 4, 8, dtype=torch.float64)
+    mine = torch.autograd.grad(shared[:, rows], tensors, upstream)
+    theirs = torch.autograd.grad(expected, tensors, upstream)
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
+
+
+def test_a_token_is_predicted_by_the_one_before_it_in_its_sequence() -> None:
+    segments = packed_segments(cu_seqlens([3, 2, 2, 2]), parents=torch.tensor([-1, 0, 0, -1]))
+    assert segments.previous.tolist() == [-1, 0, 1, 2, 3, 2, 5, -1, 7]
+
+
+@pytest.mark.parametrize("parents", [[-1, 0, 1], [-1, 3, 0], [-1, 0]])
+def test_parents_that_are_no_tree_of_depth_two_are_refused(parents: list[int]) -> None:
+    with pytest.raises(ShapeError, match="parents="):
+        packed_segments(cu_seqlens([2, 2, 2]), parents=torch.tensor(parents))

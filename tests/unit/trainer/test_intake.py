@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from async_rl.algorithms.staleness import DropRules
 from async_rl.checks.audit import audit_index
 from async_rl.errors import EpochFenced
 from async_rl.run_dir.intake_log import IntakeLog, read_log, task_ends
@@ -178,3 +180,18 @@ async def test_an_unreadable_group_is_dead_lettered_and_its_end_recorded(tmp_pat
     await intake.record_dead(list(dead.items()))
     assert task_ends(read_log(tmp_path)) == {"test:0:0:0": "dead"}
     assert intake.discarded == 1
+
+
+async def test_groups_without_signal_end_are_counted_in_a_row_and_a_trained_one_starts_anew(tmp_path: Path) -> None:
+    streams = MemoryStreams()
+    settings = dataclasses.replace(SETTINGS, groups_per_step=1, rules=DropRules(without_signal=True))
+    intake, epoch = await start(tmp_path, streams, settings)
+    same = (1.0, 1.0)
+    await intake.take_in(await deliver(streams, epoch, group(0, rewards=same), group(1, rewards=same)))
+    assert await intake.compose_batch(0, steps=1, partial=False) == []
+    assert (intake.groups_without_signal, intake.discarded, intake.num_pending) == (2, 2, 0)
+    assert set(task_ends(read_log(tmp_path)).values()) == {"dropped"}
+    await intake.take_in(await deliver(streams, epoch, group(2), group(3, rewards=same)))
+    (step,) = await intake.compose_batch(0, steps=1, partial=False)
+    assert [one.task_id for one in step.groups] == ["test:0:2:0"]
+    assert intake.groups_without_signal == 0

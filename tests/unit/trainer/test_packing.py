@@ -11,7 +11,8 @@ from torch import Tensor
 
 from async_rl.algorithms.losses import ClipRange, LossSettings, LossTokens, clipped_surrogate
 from async_rl.errors import ShapeError
-from async_rl.trainer.packing import MicroBatch, balance, filler_micro_batch, pack, unpack
+from async_rl.testing.batches import make_sample as make_ids
+from async_rl.trainer.packing import MicroBatch, balance, filler_micro_batch, lay_out, pack, unpack
 from async_rl.trainer.samples import TrainingSample
 
 ARRAYS = ("token_ids", "loss_mask", "behavior_logprobs", "advantages")
@@ -26,8 +27,8 @@ def make_sample(length: int, *, num_trained: int = 1, first_id: int = 0, advanta
         loss_mask=mask,
         behavior_logprobs=np.where(mask, logprob, 0.0).astype(np.float32),
         advantages=np.where(mask, advantage, 0.0).astype(np.float32),
+        lags=np.zeros(length, dtype=np.int32),
         temperature=temperature,
-        versions=(),
         task_id="test:0:0:0",
         member=0,
     )
@@ -43,7 +44,9 @@ def test_layout_of_two_sequences_by_hand() -> None:
     assert micro_batch.behavior_logprobs.tolist() == [0.0, -0.5, 0.0, -0.5, -0.5]
     assert micro_batch.advantages.tolist() == [0.0, 1.0, 0.0, -2.0, -2.0]
     assert micro_batch.temperatures.tolist() == [0.5, 0.5, 1.0, 1.0, 1.0]
-    assert (micro_batch.sample_indices, micro_batch.max_seqlen, micro_batch.num_tokens) == ((0, 1), 3, 5)
+    assert (micro_batch.sample_indices, micro_batch.sample_runs, micro_batch.num_tokens) == ((0, 1), (0, 1), 5)
+    assert micro_batch.parents.tolist() == [-1, -1]
+    assert micro_batch.sequence_ids.tolist() == [0, 0, 1, 1, 1]
     assert micro_batch.num_trained == 3
     dtypes = [t.dtype for t in (micro_batch.token_ids, micro_batch.position_ids, micro_batch.cu_seqlens, micro_batch.loss_mask)]
     assert dtypes == [torch.int64, torch.int64, torch.int32, torch.bool]
@@ -138,13 +141,82 @@ def test_a_rank_without_a_sample_gets_fillers() -> None:
 def test_moving_a_micro_batch_moves_every_tensor() -> None:
     moved = filler_micro_batch().to("meta")
     tensors = [value for name in MicroBatch.__slots__ if isinstance(value := getattr(moved, name), Tensor)]
-    assert len(tensors) == 7
+    assert len(tensors) == 10
     assert all(tensor.device.type == "meta" for tensor in tensors)
 
 
 def test_values_of_another_length_are_not_unpacked() -> None:
     with pytest.raises(ShapeError, match="3 values for a micro-batch of 2 tokens"):
         unpack(pack([make_sample(2)], 5), [torch.zeros(3)])
+
+
+def group(prompt: Sequence[int], *completions: Sequence[int], task: str = "t") -> list[TrainingSample]:
+    return [
+        make_ids([*prompt, *completion], trained=range(len(prompt), len(prompt) + len(completion)), task_id=task, member=member)
+        for member, completion in enumerate(completions)
+    ]
+
+
+def test_layout_of_a_shared_prompt_by_hand() -> None:
+    samples = [*group([1, 2, 3], [4, 5], [6], task="a"), *group([7, 8], [9], task="b")]
+    (micro_batch,) = pack(samples, 20, share_prompts=True)
+    assert micro_batch.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert micro_batch.position_ids.tolist() == [0, 1, 2, 3, 4, 3, 0, 1, 2]
+    assert micro_batch.cu_seqlens.tolist() == [0, 3, 5, 6, 9]
+    assert micro_batch.parents.tolist() == [-1, 0, 0, -1]
+    assert micro_batch.sequence_ids.tolist() == [0, 0, 0, 1, 1, 2, 3, 3, 3]
+    assert micro_batch.loss_mask.tolist() == [False] * 3 + [True] * 3 + [False, False, True]
+    assert (micro_batch.sample_indices, micro_batch.sample_runs) == ((0, 1, 2), (1, 2, 3))
+    assert (micro_batch.num_trained, micro_batch.num_trained_sequences) == (4, 3)
+
+
+def test_what_members_do_not_have_in_common_is_not_shared() -> None:
+    same_task = [make_ids([1, 2, 3, 4], trained=[3]), make_ids([1, 2, 9, 9, 5], trained=[4])]  # a tool's answers differ
+    (micro_batch,) = pack(same_task, 20, share_prompts=True)
+    assert micro_batch.token_ids.tolist() == [1, 2, 3, 4, 9, 9, 5]
+    nothing = [make_ids([1, 2], trained=[1]), make_ids([3, 2], trained=[1])]
+    assert pack(nothing, 20, share_prompts=True)[0].parents.tolist() == [-1, -1]
+
+
+def test_a_group_beyond_the_cap_is_cut_and_its_prompt_computed_once_in_each_part() -> None:
+    samples = group([1, 2, 3], [4, 5], [6, 7], [8, 9], [10, 11])
+    micro_batches = pack(samples, 8, share_prompts=True)
+    assert [m.sample_indices for m in micro_batches] == [(0, 1), (2, 3)]
+    assert [m.num_tokens for m in micro_batches] == [7, 7]
+    assert [m.num_tokens for m in pack(samples, 4, share_prompts=True)] == [5] * 4  # alone, over the cap, as without sharing
+
+
+def test_ranks_share_one_large_group() -> None:
+    ranks = balance(group([1, 2, 3], [4, 5], [6, 7], [8, 9], [10, 11]), 100, 2, share_prompts=True)
+    assert sorted(index for rank in ranks for m in rank for index in m.sample_indices) == [0, 1, 2, 3]
+    assert [sum(m.num_trained for m in rank) for rank in ranks] == [4, 4]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    groups=st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=5)), max_size=5),
+    max_tokens=st.integers(1, 40),
+    world_size=st.integers(1, 3),
+)
+def test_sharing_loses_and_repeats_nothing(groups: list[tuple[int, list[int]]], max_tokens: int, world_size: int) -> None:
+    samples = [
+        sample
+        for task, (prompt, lengths) in enumerate(groups)
+        for sample in group(range(prompt), *(range(50 * m, 50 * m + n) for m, n in enumerate(lengths, start=1)), task=str(task))
+    ]
+    ranks = balance(samples, max_tokens, world_size, share_prompts=True)
+    assert len({len(rank) for rank in ranks}) == 1
+    micro_batches = [m for rank in ranks for m in rank]
+    assert sorted(index for m in micro_batches for index in m.sample_indices) == list(range(len(samples)))
+    token_ids = unpack(micro_batches, [m.token_ids for m in micro_batches])
+    positions = unpack(micro_batches, [m.position_ids for m in micro_batches])
+    for index, sample in enumerate(samples):
+        assert token_ids[index].tolist() == sample.token_ids.tolist()
+        assert positions[index].tolist() == list(range(len(sample)))
+    assert sum(m.num_tokens for m in micro_batches) <= sum(len(sample) for sample in samples)
+    for m in micro_batches:
+        values = unpack([m], [m.behavior_logprobs])
+        assert torch.equal(lay_out(m, values)[m.loss_mask], m.behavior_logprobs[m.loss_mask])
 
 
 lengths_strategy = st.lists(st.integers(2, 40), max_size=25)
@@ -182,7 +254,6 @@ def test_unpacking_gives_back_what_was_packed_within_the_cap(lengths: list[int],
     for m in micro_batches:
         assert m.num_tokens <= max_tokens or len(m.sample_indices) == 1
         assert m.num_trained == int(m.loss_mask.sum())
-        assert m.max_seqlen == int(m.cu_seqlens.diff().max())
         assert not m.loss_mask[m.cu_seqlens[:-1].long()].any()
     assert [m.sample_indices for m in pack(samples, max_tokens)] == [m.sample_indices for m in micro_batches]
 

@@ -28,7 +28,7 @@ def test_a_sample_keeps_ids_and_logprobs_as_sampled_and_credits_only_trained_tok
     assert sample.loss_mask.tolist() == [False, False, True, True, False, True]
     assert sample.behavior_logprobs.tolist() == pytest.approx([0, 0, -0.1, -0.2, 0, -0.3])
     assert sample.advantages.tolist() == [0, 0, 1.5, 1.5, 0, 1.5]
-    assert (sample.temperature, sample.versions, sample.task_id, sample.member) == (0.6, trajectory.versions, "test:0:0:0", 0)
+    assert (sample.temperature, sample.task_id, sample.member) == (0.6, "test:0:0:0", 0)
     assert (sample.advantages.dtype, sample.loss_mask.dtype, len(sample)) == (np.float32, np.bool_, 6)
 
 
@@ -45,6 +45,7 @@ def test_too_old_tokens_leave_the_loss_and_stay_as_context() -> None:
     assert sample.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
     assert sample.loss_mask.tolist() == [False, False, False, False, True, True]
     assert sample.advantages.tolist() == [0, 0, 0, 0, 1, 1]
+    assert sample.lags.tolist() == [0, 0, 3, 3, 2, 0]
     assert trajectory.loss_mask.tolist() == [0, 0, 1, 1, 1, 1]  # the record is not touched
 
 

@@ -16,7 +16,15 @@ from async_rl.testing.tiny_models import TinyModel, save_tiny_model
 from async_rl.trainer.distributed import joined_ranks
 from async_rl.trainer.packing import MicroBatch, filler_micro_batch, pack
 from async_rl.trainer.policy import PolicyModel, PolicyOptions, load_policy, shard_policy
-from async_rl.trainer.step import SkipReason, StepSettings, StepStats, make_optimizer, policy_logprobs, train_step
+from async_rl.trainer.step import (
+    OtherLogprobs,
+    SkipReason,
+    StepSettings,
+    StepStats,
+    make_optimizer,
+    policy_logprobs,
+    train_step,
+)
 
 LOSS = LossSettings(ClipRange(0.2, 0.28))
 A = make_sample([3, 4, 5], trained=[2], advantages=8.0)  # one trained token, loss 8
@@ -43,7 +51,9 @@ def step(
     proximal: Sequence[Tensor] | None = None,
 ) -> StepStats:
     settings = StepSettings(loss_fn, LOSS, grad_clip=grad_clip, with_entropy=True)
-    return train_step(policy, optimizer, micro_batches, settings=settings, learning_rate=1e-3, proximal_logprobs=proximal)
+    return train_step(
+        policy, optimizer, micro_batches, settings=settings, learning_rate=1e-3, others=OtherLogprobs(proximal=proximal)
+    )
 
 
 def weights(policy: PolicyModel) -> dict[str, Tensor]:
@@ -160,8 +170,8 @@ def test_the_gap_to_the_behavior_policy_is_measured_on_trained_tokens(directory:
     (own,) = policy_logprobs(policy, micro_batches)
     gaps = (own + 3.0)[micro_batches[0].loss_mask]  # every behavior logprob is −3
     stats = step(policy, optimizer, micro_batches)
-    assert stats.behavior_gap_max == pytest.approx(float(gaps.abs().max()), abs=1e-6)
-    assert stats.behavior_gap_mean == pytest.approx(float(gaps.mean()), abs=1e-6)
+    assert stats.off_policy.log_ratio_max_abs == pytest.approx(float(gaps.abs().max()), abs=1e-6)
+    assert stats.off_policy.k1 == pytest.approx(-float(gaps.mean()), abs=1e-6)
     assert stats.entropy is not None
     assert 0 < stats.entropy < math.log(22)
 

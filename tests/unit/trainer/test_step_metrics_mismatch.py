@@ -14,7 +14,7 @@ from async_rl.trainer.packing import pack
 from async_rl.trainer.policy import load_policy
 from async_rl.trainer.samples import TrainingSample
 from async_rl.trainer.step import StepSettings, make_optimizer, train_step
-from async_rl.trainer.step_metrics import logprob_mismatch
+from async_rl.trainer.step_metrics import logprob_mismatch, step_stats_metrics
 
 TOLERANCE = 1e-4
 
@@ -27,11 +27,11 @@ def test_a_list_of_logprobs_shifted_by_one_is_caught_on_policy(tmp_path: Path, s
     assert len(set(np.round(own, 3))) == len(own)  # a distinct logprob at each position
     behavior = np.concatenate(([0.0], np.roll(own, shift))).astype(np.float32)
     mask = np.arange(len(ids)) > 0
-    sample = TrainingSample(ids, mask, behavior, mask.astype(np.float32), 1.0, (), "t", 0)
+    sample = TrainingSample(ids, mask, behavior, mask.astype(np.float32), np.zeros(8, np.int32), 1.0, "t", 0)
     settings = StepSettings(LOSSES["decoupled_clip"], LossSettings(ClipRange(0.2, 0.28)))
     optimizer = make_optimizer(policy, learning_rate=1e-3)
     stats = train_step(policy, optimizer, pack([sample], 64), settings=settings, learning_rate=1e-3)
-    line = {"lag_max": 0, "skip_reason": None, "behavior_gap_max": stats.behavior_gap_max}
+    line = {"skip_reason": None, **step_stats_metrics(stats)}
     mismatch = logprob_mismatch(line, tolerance=TOLERANCE)
     assert (mismatch is not None) is caught
     if caught:
@@ -39,7 +39,6 @@ def test_a_list_of_logprobs_shifted_by_one_is_caught_on_policy(tmp_path: Path, s
         assert mismatch == pytest.approx(float(expected), abs=1e-5)
 
 
-def test_steps_on_older_data_or_without_an_update_are_not_judged() -> None:
-    assert logprob_mismatch({"lag_max": 1, "skip_reason": None, "behavior_gap_max": 3.0}, tolerance=TOLERANCE) is None
-    assert logprob_mismatch({"lag_max": 0, "skip_reason": "no_tokens", "behavior_gap_max": 3.0}, tolerance=TOLERANCE) is None
-    assert logprob_mismatch({"lag_max": None, "skip_reason": None, "behavior_gap_max": None}, tolerance=TOLERANCE) is None
+def test_tokens_of_older_versions_and_steps_without_an_update_are_not_judged() -> None:
+    assert logprob_mismatch({"skip_reason": None, "same_version_gap_max": None}, tolerance=TOLERANCE) is None
+    assert logprob_mismatch({"skip_reason": "no_tokens", "same_version_gap_max": 3.0}, tolerance=TOLERANCE) is None

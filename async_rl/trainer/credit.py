@@ -1,0 +1,69 @@
+"""From the groups of a step to training samples with credit: rewards, what is taken off them, advantages. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from async_rl.algorithms.advantages import credit_groups, find_advantage, group_rewards
+from async_rl.algorithms.credit import AdvantageFn, AdvantageSettings, Float64Array, RewardGroup
+from async_rl.algorithms.dapo import longest_turn, overlong_penalty
+from async_rl.algorithms.staleness import GroupVerdict
+from async_rl.config.algorithm import AlgorithmConfig
+from async_rl.trainer.intake import ComposedStep
+from async_rl.trainer.samples import TrainingSample, to_training_samples
+from protocol.messages import TrajectoryGroup
+
+Penalties = Mapping[tuple[str, int], float]
+"""(task id, member) → what is taken off that trajectory's reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """The estimator of a run, and the penalties on lengths."""
+
+    estimator: AdvantageFn
+    settings: AdvantageSettings
+    overlong_buffer: int = 0
+    overlong_penalty: float = 1.0
+
+    @staticmethod
+    def from_config(algorithm: AlgorithmConfig) -> Credit:
+        """Raises: ConfigError if the estimator cannot be imported."""
+        return Credit(
+            find_advantage(algorithm.advantage),
+            AdvantageSettings(algorithm.advantage_eps, algorithm.advantage_args),
+            algorithm.overlong_buffer,
+            algorithm.overlong_penalty,
+        )
+
+    def samples(self, step: ComposedStep, penalties: Penalties | None = None) -> list[TrainingSample]:
+        """Credit the trajectories of a step and flatten them, in order. A function of the record and the groups alone (and of
+        `penalties`, if given)."""
+        trained = [(group, verdict) for group, verdict in zip(step.groups, step.verdicts, strict=True) if verdict.trains]
+        rewards = [self._rewards(group, verdict, penalties or {}) for group, verdict in trained]
+        credited = credit_groups(rewards, self.estimator, self.settings)
+        return [
+            sample
+            for (group, verdict), advantages in zip(trained, credited, strict=True)
+            for sample in to_training_samples(group, verdict, advantages)
+        ]
+
+    def _rewards(self, group: TrajectoryGroup, verdict: GroupVerdict, penalties: Penalties) -> RewardGroup:
+        rewards, valid = group_rewards(group, verdict)
+        taken_off = [penalties.get((group.task_id, member), 0.0) for member in range(len(rewards))]
+        lengths = np.array([trajectory.num_trained for trajectory in verdict.trajectories], dtype=np.int64)
+        return RewardGroup(rewards + self._overlong(group) - np.asarray(taken_off, dtype=np.float64), valid, lengths)
+
+    def _overlong(self, group: TrajectoryGroup) -> Float64Array:
+        return self.overlong_penalty * np.array(
+            [
+                overlong_penalty(
+                    longest_turn(trajectory), max_length=trajectory.sampling.max_new_tokens, buffer=self.overlong_buffer
+                )
+                for trajectory in group.trajectories
+            ],
+            dtype=np.float64,
+        )
