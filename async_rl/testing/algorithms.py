@@ -121,7 +121,7 @@ def _runs_backward_on_nothing(loss: LossFn, settings: LossSettings) -> None:
         tokens = _with(tokens, loss_mask=torch.zeros(length, dtype=torch.bool))
         losses = loss(tokens, settings).token_losses
         assert losses.requires_grad, "with no trained token the loss has no gradient graph: an empty micro-batch would hang"
-        losses.sum().backward()
+        torch.autograd.backward(losses.sum())
         assert losses.detach().tolist() == [0.0] * length, f"no token is trained, but the losses are {losses.tolist()}"
 
 
