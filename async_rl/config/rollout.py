@@ -51,11 +51,36 @@ class RewardConfig(StrictModel):
     """Groups that one reward worker scores at a time."""
 
 
+class VllmConfig(StrictModel):
+    """The vLLM engines, with rollout.engine = vllm or vllm-server. See docs/vllm.md."""
+
+    servers: list[str] = Field(default_factory=list)
+    """Addresses of running servers (`http://host:port`), one per rollout worker, with rollout.engine = vllm-server. Empty: each
+    worker starts a server of its own."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """Devices that one engine is spread over."""
+    block_size: int | None = Field(None, ge=1)
+    """Tokens per KV block. Members of a group share the KV of their prompt in whole blocks only. Unset: 32 on CPUs (vLLM's own
+    choice of 128 shares no shorter prompt), vLLM's choice on GPUs."""
+    kv_cache_bytes: int | None = Field(None, ge=1)
+    """Memory for the KV cache. Unset: 1 GiB on CPUs, what gpu_memory_utilization leaves on GPUs."""
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    """Share of a GPU's memory that the engine may take."""
+    enforce_eager: bool | None = None
+    """Run without compiling or capturing graphs. Unset: on CPUs."""
+    start_timeout_s: float = Field(600.0, gt=0)
+    """Longest wait for an engine to load its model and answer."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Further engine arguments, by vLLM's own names (`max_num_batched_tokens = 4096`); they win over the ones set here."""
+
+
 class RolloutConfig(StrictModel):
     """How completions are sampled."""
 
-    engine: Literal["torch"] = "torch"
-    """Engine that samples; `torch` is built in and runs on a CPU."""
+    engine: Literal["torch", "vllm", "vllm-server"] = "torch"
+    """Engine that samples; `torch` is built in and runs on a CPU, `vllm` is vLLM in the rollout worker, `vllm-server` a vLLM
+    server that the worker starts or is given (rollout.vllm.servers)."""
+    vllm: VllmConfig = VllmConfig()
     workers: int = Field(1, ge=0)
     """Rollout worker processes that the local launcher starts (0: none, they are started elsewhere)."""
     group_size: int = Field(8, ge=1)

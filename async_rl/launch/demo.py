@@ -117,7 +117,8 @@ def make_model(config: RunConfig, layout: RunLayout, console: Console) -> None:
     source = load_environment(config.environment)
     assert isinstance(source, RowSource)  # checked before anything was written
     tokenizer = demo_tokenizer()
-    model = demo_model(tokenizer, seed=config.seed)
+    num_heads = 4 if config.rollout.engine == "torch" else 2  # vLLM's CPU kernels know no head of fewer than 32 dimensions
+    model = demo_model(tokenizer, seed=config.seed, num_heads=num_heads)
     plan = WarmupPlan(seed=config.seed)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     with _progress(console, f"warm-up of a {parameters / 1e6:.2f} M parameter llama", plan.steps) as advance:

@@ -26,15 +26,15 @@ def demo_tokenizer() -> PreTrainedTokenizerFast:
     return make(tokenizer_object=core, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN)
 
 
-def demo_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> PreTrainedModel:
-    """A fresh float32 llama: hidden 64, 3 layers, 4 heads. Equal seeds make equal weights; torch's own state is untouched."""
+def demo_model(tokenizer: PreTrainedTokenizerFast, *, seed: int, num_heads: int = 4) -> PreTrainedModel:
+    """A fresh float32 llama: hidden 64, 3 layers. Equal seeds make equal weights; torch's own state is untouched."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=192,
         num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
         max_position_embeddings=256,
         tie_word_embeddings=False,
         bos_token_id=None,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from async_rl.errors import ConfigError, DataError
@@ -54,6 +54,20 @@ def load_causal_lm(
         return cast(PreTrainedModel, model.to(device).eval())
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device={device} cannot hold the model: {first_line(error)}") from error
+
+
+def describe_causal_lm(path: Path | str) -> PreTrainedModel:
+    """The model of a directory on the meta device: names, shapes and ties, but no values.
+
+    Raises: DataError if the directory or its config.json is missing; ConfigError if it is no causal LM.
+    """
+    directory = model_directory(path)
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            return cast(PreTrainedModel, cast(Any, AutoModelForCausalLM).from_config(config).eval())
+    except (ValueError, KeyError, ImportError, NotImplementedError) as error:
+        raise ConfigError(f"model.path={directory} is no causal LM: {first_line(error)}") from error
 
 
 def _refuse_made_up_weights(directory: Path, info: dict[str, Any]) -> None:

@@ -1,9 +1,10 @@
-"""What every rollout engine does: generate, score, take weights. Implemented by torch_engine (and vllm_engine later)."""
+"""What every rollout engine does: generate, score, take weights. Implemented by torch_engine and vllm_engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Protocol
 
 import numpy as np
@@ -29,6 +30,15 @@ class Completion:
     finish_reason: FinishReason
     queued_s: float
     generate_s: float
+
+
+class Phase(Enum):
+    """What the held weights are good for."""
+
+    UNPROVEN = auto()  # no version was served yet: requests are refused
+    SERVING = auto()
+    SWAPPED = auto()  # new weights await their proof: requests wait
+    WITHDRAWN = auto()  # the held weights are not to be used: running requests wait, new ones are refused
 
 
 class RolloutEngine(Scorer, WeightSink, Protocol):

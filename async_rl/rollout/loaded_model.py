@@ -11,12 +11,13 @@ import torch
 from transformers import PreTrainedModel
 
 from async_rl.config.rollout import RolloutConfig
-from async_rl.errors import DataError, EngineError
+from async_rl.errors import DataError
 from async_rl.model.load import load_causal_lm
 from async_rl.rollout.attention import ATTENTION_NAME
 from async_rl.rollout.decode_batch import DecodeBatch
 from async_rl.rollout.forward import Forward, ModuleForward, require_supported, vocabulary_size
 from async_rl.rollout.fused_llama import FusedLlamaForward, is_fusable
+from async_rl.rollout.model_names import context_of
 from async_rl.rollout.sampling import tempered_logprobs
 from async_rl.rollout.self_check import check_against_model
 from async_rl.rollout.weight_store import WeightStore
@@ -32,7 +33,7 @@ class LoadedModel:
     def __init__(self, model: PreTrainedModel, config: RolloutConfig, now: Callable[[], float]) -> None:
         require_supported(model)
         self.vocab_size = vocabulary_size(model)
-        self.max_context = _max_context(model, config)
+        self.max_context = context_of(model, config)
         self._device = torch.device(config.device)
         self._forward: Forward = FusedLlamaForward(model) if is_fusable(model, self.max_context) else ModuleForward(model)
         check_against_model(model, self._forward)
@@ -80,14 +81,3 @@ def load_model(path: Path, config: RolloutConfig, now: Callable[[], float]) -> L
     torch.set_num_threads(config.num_threads)  # of this thread: OpenMP keeps the number per thread
     model = load_causal_lm(path, dtype=DTYPES[config.dtype], device=config.device, attn=ATTENTION_NAME)
     return LoadedModel(model, config, now)
-
-
-def _max_context(model: PreTrainedModel, config: RolloutConfig) -> int:
-    limit: int | None = getattr(model.config, "max_position_embeddings", None)
-    if limit is None:
-        if config.max_context is None:
-            raise EngineError(f"{type(model).__name__} names no max_position_embeddings; set rollout.max_context")
-        return config.max_context
-    if config.max_context is not None and config.max_context > limit:
-        raise EngineError(f"rollout.max_context={config.max_context} exceeds the model's context of {limit}")
-    return limit if config.max_context is None else config.max_context

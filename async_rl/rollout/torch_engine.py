@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum, auto
 from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
 
@@ -22,7 +21,7 @@ import torch
 
 from async_rl.config.rollout import RolloutConfig
 from async_rl.errors import AsyncRLError, DeadlineExceeded, EngineError, NotServing
-from async_rl.rollout.engine import Completion
+from async_rl.rollout.engine import Completion, Phase
 from async_rl.rollout.loaded_model import LoadedModel, load_model
 from async_rl.rollout.requests import Request, checked_request
 from async_rl.weights.manifest import Manifest
@@ -30,15 +29,6 @@ from protocol.lease import Work
 from protocol.messages import SamplingParams
 
 T = TypeVar("T")
-
-
-class Phase(Enum):
-    """What the held weights are good for."""
-
-    UNPROVEN = auto()  # no version was served yet: requests are refused
-    SERVING = auto()
-    SWAPPED = auto()  # new weights await their proof: requests wait
-    WITHDRAWN = auto()  # the held weights are not to be used: running requests wait, new ones are refused
 
 
 class _Submit(NamedTuple):
@@ -174,7 +164,7 @@ class TorchEngine:
 
     def check(self, manifest: Manifest) -> None:
         """Raises: ManifestMismatch unless every name, shape and tie of the manifest is one of the engine's, and vice versa."""
-        self._loaded().weights.check(manifest)
+        self._loaded().weights.names.check(manifest)
 
     async def swap(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replace all weights at a token boundary; generation stays paused, its requests kept, until `serve`.
@@ -302,7 +292,7 @@ class TorchEngine:
 
     def _swap(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
         model = self._loaded()
-        model.weights.require(manifest, tensors)
+        model.weights.names.require(manifest, tensors)
         self._pause(
             Phase.UNPROVEN if self._version is None else Phase.SWAPPED,
             f"version {manifest.version} was swapped in and awaits its proof",

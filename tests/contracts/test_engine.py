@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,38 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from async_rl.config.rollout import RolloutConfig
+from async_rl.config.rollout import RolloutConfig, VllmConfig
 from async_rl.errors import DataError, EngineError, ManifestMismatch, NotServing
 from async_rl.rollout.engine import Completion, RolloutEngine
+from async_rl.rollout.engines import vllm_engine
 from async_rl.rollout.torch_engine import TorchEngine
+from async_rl.rollout.vllm_host import VllmHost
 from async_rl.testing.pushes import push_of
+from async_rl.testing.shared_hosts import HostFactory, SharedHost, SharedHosts
 from async_rl.testing.tiny_models import TinyModel, make_tiny_model, save_tiny_model
 from async_rl.weights.manifest import Manifest
 from protocol.messages import FinishReason, SamplingParams
 from protocol.seeds import group_seed, trajectory_seed
 
 EngineFactory = Callable[[Path, RolloutConfig, str], RolloutEngine]
-ENGINES: dict[str, EngineFactory] = {"torch": TorchEngine}
+
+
+def in_process(path: Path, config: RolloutConfig, max_context: int) -> VllmHost:
+    from async_rl.rollout.vllm_in_process import InProcessHost
+
+    return InProcessHost(path, config, max_context)
+
+
+def server(path: Path, config: RolloutConfig, max_context: int) -> VllmHost:
+    from async_rl.rollout.vllm_server import ServerHost
+
+    return ServerHost(path, config, max_context)
+
+
+HOSTS: dict[str, HostFactory] = {"vllm": in_process, "vllm-server": server}
+ENGINES = ["torch", *(pytest.param(name, marks=pytest.mark.vllm) for name in HOSTS)]
+VLLM_SIZES: dict[TinyModel, dict[str, int]] = {TinyModel.GPT2: {"n_head": 2}}
+"""vLLM's CPU kernels know no head of fewer than 32 dimensions."""
 
 SHARPNESS = 3.0
 PROMPT = [5, 9, 2, 17, 4]
@@ -37,20 +57,26 @@ class Bench:
 
     make: EngineFactory
     directory: Path
+    is_vllm: bool = False
     kind: TinyModel = TinyModel.LLAMA
     started: list[RolloutEngine] = field(default_factory=list)
 
     async def engine(self, engine_id: str = "engine-0", **config: Any) -> RolloutEngine:
         if not (self.directory / "config.json").exists():
-            save_tiny_model(self.directory, self.kind, sharpness=SHARPNESS)
-        engine = self.make(self.directory, RolloutConfig(**config), engine_id)
+            save_tiny_model(self.directory, self.kind, sharpness=SHARPNESS, **self.sizes)
+        vllm = VllmConfig(kv_cache_bytes=64 * 2**20)
+        engine = self.make(self.directory, RolloutConfig(vllm=vllm, **config), engine_id)
         await engine.start()
         self.started.append(engine)
         return engine
 
     def model(self, version: int) -> PreTrainedModel:
         """The policy of a version; version 0 is what the directory holds."""
-        return make_tiny_model(self.kind, seed=version, sharpness=SHARPNESS)
+        return make_tiny_model(self.kind, seed=version, sharpness=SHARPNESS, **self.sizes)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return VLLM_SIZES.get(self.kind, {"head_dim": 32}) if self.is_vllm else {}
 
     async def push(self, engine: RolloutEngine, version: int) -> Manifest:
         manifest, tensors = push_of(self.model(version), version)
@@ -60,9 +86,28 @@ class Bench:
         return manifest
 
 
-@pytest.fixture(params=list(ENGINES))
+@pytest.fixture(scope="session")
+def shared_hosts() -> Iterator[SharedHosts]:
+    hosts = SharedHosts()
+    yield hosts
+    hosts.close()
+
+
+def vllm_factory(hosts: SharedHosts, make: HostFactory) -> EngineFactory:
+    def engine(path: Path, config: RolloutConfig, engine_id: str) -> RolloutEngine:
+        return vllm_engine(
+            path, config, engine_id, lambda *arguments: SharedHost(hosts, make, *arguments), staging_dir=path.parent
+        )
+
+    return engine
+
+
+@pytest.fixture(params=ENGINES)
 async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bench]:
-    made = Bench(ENGINES[request.param], tmp_path / "model")
+    make: EngineFactory = TorchEngine
+    if request.param != "torch":
+        make = vllm_factory(request.getfixturevalue("shared_hosts"), HOSTS[request.param])
+    made = Bench(make, tmp_path / "model", is_vllm=request.param != "torch")
     yield made
     for engine in made.started:
         await engine.close()

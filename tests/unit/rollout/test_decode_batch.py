@@ -198,7 +198,7 @@ def changed(model_seed: int) -> PreTrainedModel:
 
 def push(setup: Setup, model: PreTrainedModel, version: int, *, recompute: bool) -> None:
     manifest, tensors = push_of(model, version)
-    setup.loaded.weights.require(manifest, tensors)
+    setup.loaded.weights.names.require(manifest, tensors)
     setup.loaded.weights.copy(manifest, tensors)
     setup.loaded.batch.serve(version, recompute=recompute)
 

@@ -1,0 +1,428 @@
+"""The vLLM rollout engine: versions, swaps and proofs over a vLLM in this process or behind HTTP (a VllmHost).
+
+Every swap labels the tokens that follow it, inside vLLM, while it is paused with nothing in flight; a finished request says
+which of its tokens carry which label. Requests go on as soon as new weights are in, but nobody is given a token of a label
+before its weights are proven and served; if they are refused, the requests that may hold such tokens end with NotServing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from async_rl.config.rollout import RolloutConfig
+from async_rl.errors import DataError, DeadlineExceeded, EngineError, ManifestMismatch, NotServing
+from async_rl.rollout.engine import Completion, Phase
+from async_rl.rollout.model_names import ModelNames
+from async_rl.rollout.requests import checked_request
+from async_rl.rollout.vllm_host import Sampled, VllmHost
+from async_rl.rollout.vllm_staging import StagingFile
+from async_rl.weights.manifest import Manifest
+from protocol.messages import FinishReason, SamplingParams
+
+MAX_SCORES_AT_ONCE = 256
+
+
+class _Trust(Enum):
+    UNPROVEN = auto()
+    PROVEN = auto()
+    REFUSED = auto()
+
+
+@dataclass(slots=True)
+class _Weights:
+    """What one label stands for."""
+
+    label: str
+    version: int | None  # None: the model directory's
+    trust: _Trust = _Trust.UNPROVEN
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A `generate` call within the host; `ended_by` says why it was cancelled from here."""
+
+    tasks: Sequence[asyncio.Task[Sampled]]
+    ended_by: EngineError | None = field(default=None)
+
+    def end(self, reason: EngineError) -> None:
+        self.ended_by = reason
+        for task in self.tasks:
+            task.cancel()
+
+
+class VllmEngine:
+    """A RolloutEngine (see rollout.engine) on vLLM.
+
+    names, max_context, vocab_size: of the model that the host serves (vllm_model.describe).
+    wait_timeout_s: how long requests wait for a version to be served after a swap or a withdrawal.
+    command_timeout_s: longest wait for one answer of the host, other than a sample.
+    """
+
+    def __init__(
+        self,
+        host: VllmHost,
+        config: RolloutConfig,
+        engine_id: str,
+        *,
+        names: ModelNames,
+        max_context: int,
+        vocab_size: int,
+        wait_timeout_s: float = 300.0,
+        command_timeout_s: float = 300.0,
+        staging_dir: Path | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._host, self._config, self._engine_id = host, config, engine_id
+        self._names, self._max_context, self._vocab_size = names, max_context, vocab_size
+        self._wait_timeout_s, self._command_timeout_s, self._now = wait_timeout_s, command_timeout_s, now
+        self._staging = StagingFile(staging_dir)
+        self._nonce = secrets.token_hex(4)  # labels of an earlier engine on the same server are not ours
+        self._num_labels = 0
+        self._labels: dict[str, _Weights] = {}
+        self._held: _Weights | None = None
+        self._digests: Mapping[str, str] | None = None
+        self._phase = Phase.UNPROVEN
+        self._version: int | None = None
+        self._reason = "no version was served yet"
+        self._failure: EngineError | None = None
+        self._started = False
+        self._command = asyncio.Lock()  # one of swap, serve, withdraw, score at a time
+        self._settled = asyncio.Event()  # set unless swapped-in weights await their proof
+        self._settled.set()
+        self._running: set[_Running] = set()
+        self._give_up: asyncio.TimerHandle | None = None
+
+    # -- identity ----------------------------------------------------------------------------------------------------
+
+    @property
+    def engine_id(self) -> str:
+        return self._engine_id
+
+    @property
+    def max_context(self) -> int:
+        return self._max_context
+
+    @property
+    def serving_version(self) -> int | None:
+        return self._version if self._phase is Phase.SERVING and self._failure is None else None
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the host, and label what it holds. Raises: EngineError, DeadlineExceeded."""
+        if self._started:
+            raise EngineError(f"engine {self._engine_id} was already started; make a new one")
+        self._started = True
+        await self._host.start()
+        held = self._new_weights(None)
+        async with self._bounded("its first label"):
+            await self._host.relabel(held.label)
+        self._held = held
+
+    async def close(self) -> None:
+        """End the host; whatever still waits gets an EngineError."""
+        if not self._started:
+            return
+        self._fail(EngineError(f"engine {self._engine_id} was closed"))
+        await asyncio.gather(*(task for running in self._running for task in running.tasks), return_exceptions=True)
+        await self._host.close()
+        self._staging.close()
+
+    # -- sampling ----------------------------------------------------------------------------------------------------
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sequence[SamplingParams]) -> Sequence[Completion]:
+        """Sample one completion per entry of `sampling`, all from the same prompt. Cancelling it aborts its requests.
+
+        Raises: DataError if the prompt leaves no room for a token; NotServing before the first served version, after a
+        withdrawal, or when a swap is not followed by a version in time; EngineError if the engine died or refuses a parameter.
+        """
+        self._require_alive()
+        self._require_serving()
+        submitted_s = self._now()
+        checked_request(prompt_ids, sampling, max_context=self._max_context, vocab_size=self._vocab_size, now_s=submitted_s)
+        if not sampling:
+            return []
+        await self._until_settled()
+        salt = self._held_weights()
+        begun_s = self._now()
+        room = self._max_context - len(prompt_ids)
+        sampled = await self._sample(list(prompt_ids), [_within(room, params) for params in sampling], salt.label)
+        ended_s = self._now()
+        await self._until_proven(sampled)
+        return [self._completion(one, salt, begun_s - submitted_s, ended_s - begun_s) for one in sampled]
+
+    async def score(self, sequences: Sequence[Sequence[int]], *, temperature: float) -> Sequence[npt.NDArray[np.float32]]:
+        """Logprob of token t given tokens < t, [len − 1] per sequence, under the weights held now, proven or not.
+
+        vLLM's prompt logprobs know no temperature: at another than 1 every token is scored as the next one of its prefix.
+        Raises: DataError; NotServing after a withdrawal, when vLLM is paused.
+        """
+        self._require_alive()
+        if self._phase is Phase.WITHDRAWN:
+            raise NotServing(f"engine {self._engine_id} scores nothing: {self._reason}")
+        checked = [self._checked_sequence(sequence) for sequence in sequences]
+        salt = f"score-{secrets.token_hex(8)}"  # what is cached under it is read by this call alone
+        gate = asyncio.Semaphore(MAX_SCORES_AT_ONCE)
+        async with self._command, self._bounded("a score"):
+            return await asyncio.gather(*(self._score(ids, temperature, salt, gate) for ids in checked))
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    def check(self, manifest: Manifest) -> None:
+        """Raises: ManifestMismatch unless every name, shape and tie of the manifest is one of the engine's, and vice versa, and
+        all are parameters."""
+        self._names.check(manifest)
+        if buffers := [entry.name for entry in manifest.entries if entry.is_buffer]:
+            raise ManifestMismatch(
+                f"version {manifest.version} brings buffers ({', '.join(buffers[:4])}), and vLLM loads parameters alone: it "
+                "would go on with the values of the model directory; use rollout.engine='torch'"
+            )
+
+    async def swap(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Replace all weights at a token boundary. Running requests go on under them; what they sample is held back, and new
+        requests wait, until `serve`.
+
+        Raises: ManifestMismatch, with nothing changed; EngineError if loading failed midway: the engine is then of no use.
+        """
+        self._require_alive()
+        self.check(manifest)
+        self._names.require(manifest, tensors)
+        async with self._command:
+            try:
+                update = await asyncio.to_thread(self._staging.write, manifest, tensors, self._names.untied(manifest))
+            except OSError as error:
+                raise EngineError(f"no room in shared memory for {manifest.version}'s weights: {error}") from error
+            self._await_proof(f"version {manifest.version} was swapped in and awaits its proof")
+            self._refuse_unproven()
+            weights = self._new_weights(manifest.version)
+            try:
+                async with self._bounded(f"the swap to version {manifest.version}"):
+                    await self._host.pause(clear_cache=self._config.kv == "recompute")
+                    self._digests = await self._host.load(update, weights.label)
+                    self._held = weights
+                    await self._host.resume()
+            except (EngineError, DeadlineExceeded) as error:
+                reason = EngineError(f"loading version {manifest.version} failed midway: {error}")
+                self._fail(reason)
+                raise reason from error
+            self._staging.mapped()
+
+    def digests(self, manifest: Manifest) -> Mapping[str, str]:
+        """Digest of every tensor that the engine's ranks read from the staging file and loaded at the last swap.
+
+        Kernels pack and fuse weights, so this is the last place where a tensor has its name and its bytes; what is computed
+        with them is for the canary and the probe to show.
+        """
+        if self._digests is None:
+            raise EngineError(f"digests: nothing was swapped into engine {self._engine_id} yet")
+        return self._digests
+
+    async def serve(self, version: int) -> None:
+        """Give out what is sampled as `version` from now on, and take requests again."""
+        self._require_alive()
+        async with self._command:
+            held = self._held_weights()
+            if self._phase is Phase.WITHDRAWN:
+                raise EngineError(f"version {version} cannot be served by engine {self._engine_id}: {self._reason}; swap first")
+            if held.version not in (None, version):
+                raise EngineError(f"version {version} cannot be served: {self._engine_id} holds version {held.version}")
+            held.version, held.trust = version, _Trust.PROVEN
+            self._phase, self._version = Phase.SERVING, version
+            self._stop_giving_up()
+            self._settled.set()
+
+    async def withdraw(self, reason: str) -> None:
+        """Sample nothing until a later version is served. Requests that may hold tokens of refused weights end with NotServing,
+        others wait."""
+        self._require_alive()
+        async with self._command:
+            held = self._held_weights()
+            self._phase, self._reason = Phase.WITHDRAWN, f"its weights were withdrawn: {reason}"
+            async with self._bounded("the withdrawal"):
+                await self._host.pause(clear_cache=False)
+            if held.trust is _Trust.UNPROVEN:
+                self._refuse_unproven()
+            else:
+                self._start_giving_up()
+            self._settled.set()
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    async def _sample(self, prompt_ids: list[int], sampling: Sequence[SamplingParams], salt: str) -> Sequence[Sampled]:
+        tasks = [asyncio.ensure_future(self._host.sample(prompt_ids, params, salt=salt)) for params in sampling]
+        running = _Running(tasks)
+        self._running.add(running)
+        try:
+            return await asyncio.gather(*tasks)
+        except asyncio.CancelledError:
+            if running.ended_by is None:
+                raise
+            raise type(running.ended_by)(str(running.ended_by)) from running.ended_by
+        finally:
+            self._running.discard(running)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _until_settled(self) -> None:
+        """Wait while swapped-in weights await their proof. Raises: NotServing; EngineError if the engine ended."""
+        while not self._settled.is_set():
+            await self._next_settlement()
+        self._require_alive()
+        self._require_serving()
+
+    async def _next_settlement(self) -> None:
+        try:
+            async with asyncio.timeout(self._wait_timeout_s):
+                await self._settled.wait()
+        except TimeoutError:
+            raise NotServing(
+                f"a request waited {self._wait_timeout_s:g} s for engine {self._engine_id} to serve again: {self._reason}"
+            ) from None
+
+    async def _until_proven(self, sampled: Sequence[Sampled]) -> None:
+        """Hold tokens back until the weights that sampled them are served. Raises: NotServing if they are not."""
+        for label in {span.label for one in sampled for span in one.spans}:
+            weights = self._labels.get(label)
+            if weights is None:
+                raise EngineError(
+                    f"engine {self._engine_id} sampled with weights labelled {label!r}, which were not pushed through it: "
+                    "somebody else writes its weights, or its server was restarted"
+                )
+            while weights.trust is _Trust.UNPROVEN and not self._settled.is_set():
+                await self._next_settlement()
+            self._require_alive()
+            if weights.trust is not _Trust.PROVEN:
+                raise NotServing(f"engine {self._engine_id} sampled for nothing: {self._reason}")
+
+    def _completion(self, sampled: Sampled, salt: _Weights, queued_s: float, generate_s: float) -> Completion:
+        """queued_s is the wait for a proof; the wait for a place within vLLM is part of generate_s."""
+        count = len(sampled.token_ids)
+        if len(sampled.logprobs) != count or sum(span.end - span.start for span in sampled.spans) != count:
+            raise EngineError(f"engine {self._engine_id}: {count} tokens, but not a logprob and a version for each")
+        versions = np.zeros(count, dtype=np.int64)
+        for span in sampled.spans:
+            versions[span.start : span.end] = self._version_of(span.label)
+        kv_versions = versions
+        if self._config.kv == "keep" and count:
+            oldest = self._version_of(salt.label) if sampled.num_cached else versions[0]
+            kv_versions = np.full(count, min(oldest, versions[0]), dtype=np.int64)
+        return Completion(
+            token_ids=np.asarray(sampled.token_ids, dtype=np.int32),
+            logprobs=np.asarray(sampled.logprobs, dtype=np.float32),
+            versions=versions,
+            kv_versions=kv_versions,
+            finish_reason=FinishReason.STOP if sampled.is_stop else FinishReason.LENGTH,
+            queued_s=queued_s,
+            generate_s=generate_s,
+        )
+
+    async def _score(self, ids: list[int], temperature: float, salt: str, gate: asyncio.Semaphore) -> npt.NDArray[np.float32]:
+        if len(ids) < 2:
+            return np.empty(0, dtype=np.float32)
+        if temperature == 1.0:
+            async with gate:
+                return np.asarray(await self._host.prompt_logprobs(ids, salt=salt), dtype=np.float32)
+
+        async def of(position: int) -> float:
+            async with gate:
+                return await self._host.next_logprob(ids[:position], ids[position], temperature, salt=salt)
+
+        return np.asarray(await asyncio.gather(*(of(position) for position in range(1, len(ids)))), dtype=np.float32)
+
+    def _checked_sequence(self, sequence: Sequence[int]) -> list[int]:
+        ids = [int(token) for token in sequence]
+        if not 1 <= len(ids) <= self._max_context:
+            raise DataError(f"sequence of {len(ids)} tokens cannot be scored: the context holds 1 to {self._max_context}")
+        if min(ids) < 0 or max(ids) >= self._vocab_size:
+            raise DataError(f"sequence holds token ids outside the model's vocabulary of {self._vocab_size}")
+        return ids
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def _new_weights(self, version: int | None) -> _Weights:
+        self._num_labels += 1
+        name = "start" if version is None else f"v{version}"
+        weights = _Weights(f"{name}-{self._nonce}-{self._num_labels}", version)
+        self._labels[weights.label] = weights
+        return weights
+
+    def _held_weights(self) -> _Weights:
+        if self._held is None:
+            raise EngineError(f"engine {self._engine_id} is not started; await start() first")
+        return self._held
+
+    def _version_of(self, label: str) -> int:
+        version = self._labels[label].version
+        assert version is not None  # it is proven, so it was served as a version
+        return version
+
+    def _require_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineError(str(self._failure)) from self._failure
+        self._held_weights()
+
+    def _require_serving(self) -> None:
+        if self._phase in (Phase.UNPROVEN, Phase.WITHDRAWN) or self._version is None:
+            raise NotServing(f"engine {self._engine_id} samples nothing: {self._reason}; push a version and serve it")
+
+    def _await_proof(self, reason: str) -> None:
+        self._phase = Phase.UNPROVEN if self._version is None else Phase.SWAPPED
+        self._reason = reason
+        self._settled.clear()
+        self._stop_giving_up()
+
+    def _refuse_unproven(self) -> None:
+        """What the held weights sampled is worth nothing, if they were never served; what runs may hold such tokens."""
+        held = self._held_weights()
+        if held.trust is _Trust.UNPROVEN:
+            held.trust = _Trust.REFUSED
+            self._end_running(NotServing(f"engine {self._engine_id} sampled for nothing: {self._reason}"))
+
+    def _end_running(self, reason: EngineError) -> None:
+        for running in self._running:
+            running.end(reason)
+
+    def _fail(self, reason: EngineError) -> None:
+        """The engine is of no use any more; the first reason counts."""
+        self._failure = self._failure or reason
+        self._phase, self._reason = Phase.WITHDRAWN, str(self._failure)
+        self._end_running(self._failure)
+        self._stop_giving_up()
+        self._settled.set()
+
+    def _start_giving_up(self) -> None:
+        """What waits for too long within a paused vLLM is told so."""
+        reason = f"requests waited {self._wait_timeout_s:g} s for engine {self._engine_id} to serve again: {self._reason}"
+        loop = asyncio.get_running_loop()
+        self._give_up = loop.call_later(self._wait_timeout_s, self._end_running, NotServing(reason))
+
+    def _stop_giving_up(self) -> None:
+        if self._give_up is not None:
+            self._give_up.cancel()
+            self._give_up = None
+
+    @asynccontextmanager
+    async def _bounded(self, what: str) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._command_timeout_s):
+                yield
+        except TimeoutError:
+            raise DeadlineExceeded(f"waited {self._command_timeout_s:g} s for engine {self._engine_id}: {what}") from None
+
+
+def _within(room: int, params: SamplingParams) -> SamplingParams:
+    if params.max_new_tokens <= room:
+        return params
+    return SamplingParams(params.temperature, room, params.seed, params.stop_token_ids)

@@ -1,0 +1,36 @@
+"""vLLM's own hook (entry point `vllm.general_plugins`): runs in each of its processes before anything else of ours.
+
+It registers our weight-transfer backend, and ties each process to its parent's life, so that nothing of an engine that a
+rollout worker started outlives it, whatever dies: worker → engine core → ranks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+from async_rl.rollout.vllm_host import BACKEND, LEASH_VARIABLE
+
+PR_SET_PDEATHSIG = 1
+
+
+def register() -> None:
+    """May be called again."""
+    end_with_parent()
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, "async_rl.rollout.vllm_worker", "StagedWeights")
+
+
+def end_with_parent() -> None:
+    """Ask the kernel for SIGKILL at the death of the parent, in every process but the one that started vLLM (Linux)."""
+    starter = os.environ.get(LEASH_VARIABLE)
+    if starter is None or int(starter) == os.getpid() or sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent or parent == 1:  # it died before the request was made
+        os.kill(os.getpid(), signal.SIGKILL)
