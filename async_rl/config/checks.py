@@ -238,6 +238,11 @@ def _vllm(config: RunConfig) -> Iterator[str]:
     for address in servers:
         if not address.startswith(("http://", "https://")):
             yield f"rollout.vllm.servers holds {address!r}, no address of a server; write it as http://host:port"
+    if rollout.engine != "torch" and rollout.temperature < 0.01:
+        yield (
+            f"rollout.temperature={rollout.temperature} is below 0.01 with rollout.engine={rollout.engine!r}: vLLM would "
+            "sample at 0.01; raise it, or set rollout.engine='torch'"
+        )
     if len(set(servers)) < len(servers):
         yield "rollout.vllm.servers names a server twice: a server takes its weights from one worker; name each once"
 

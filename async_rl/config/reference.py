@@ -30,8 +30,8 @@ command that takes a config). `async-rl config CONFIG` prints the result with wh
 
 In a file, types are exact: `"3"` is no number. In variables and flags everything is text: it is read as a TOML value where one
 fits the setting (`[0.9, 0.95]`, `true`, `1e-5`), as plain text otherwise, and `none` unsets what may be unset. Keys of
-`environment.args` and `rollout.vllm.args` are set alone: `--environment.args.length=7`. An unknown key, a wrong type or settings that cannot work
-together stop every command with exit code 2, one line per problem.
+`environment.args` and `rollout.vllm.args` are set alone: `--environment.args.length=7`. An unknown key, a wrong type or
+settings that cannot work together stop every command with exit code 2, one line per problem.
 """
 
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}

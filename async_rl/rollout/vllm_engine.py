@@ -31,6 +31,8 @@ from async_rl.weights.manifest import Manifest
 from protocol.messages import FinishReason, SamplingParams
 
 MAX_SCORES_AT_ONCE = 256
+MIN_TEMPERATURE = 0.01
+"""vLLM raises lower ones to it (vllm/sampling_params.py, _MAX_TEMP)."""
 
 
 class _Trust(Enum):
@@ -151,6 +153,10 @@ class VllmEngine:
         self._require_serving()
         submitted_s = self._now()
         checked_request(prompt_ids, sampling, max_context=self._max_context, vocab_size=self._vocab_size, now_s=submitted_s)
+        if too_cold := [params.temperature for params in sampling if params.temperature < MIN_TEMPERATURE]:
+            raise EngineError(
+                f"temperature={too_cold[0]} is below {MIN_TEMPERATURE}, and vLLM would sample at {MIN_TEMPERATURE}"
+            )
         if not sampling:
             return []
         await self._until_settled()
@@ -331,15 +337,17 @@ class VllmEngine:
     async def _score(self, ids: list[int], temperature: float, salt: str, gate: asyncio.Semaphore) -> npt.NDArray[np.float32]:
         if len(ids) < 2:
             return np.empty(0, dtype=np.float32)
-        if temperature == 1.0:
-            async with gate:
-                return np.asarray(await self._host.prompt_logprobs(ids, salt=salt), dtype=np.float32)
 
         async def of(position: int) -> float:
             async with gate:
                 return await self._host.next_logprob(ids[:position], ids[position], temperature, salt=salt)
 
-        return np.asarray(await asyncio.gather(*(of(position) for position in range(1, len(ids)))), dtype=np.float32)
+        known: list[float] = []
+        if temperature == 1.0:
+            async with gate:  # a prompt must leave room for one token
+                known = list(await self._host.prompt_logprobs(ids[: self._max_context - 1], salt=salt))
+        rest = await asyncio.gather(*(of(position) for position in range(1 + len(known), len(ids))))
+        return np.asarray([*known, *rest], dtype=np.float32)
 
     def _checked_sequence(self, sequence: Sequence[int]) -> list[int]:
         ids = [int(token) for token in sequence]

@@ -14,6 +14,7 @@ from vllm import SamplingParams as VllmSamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
+from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -81,10 +82,10 @@ class InProcessHost:
         except ValueError as error:
             raise EngineError(f"vLLM gave a request up: {error}") from None
         logprobs = completion.logprobs
-        assert logprobs is not None
+        assert isinstance(logprobs, FlatLogprobs)  # as was asked for
         return Sampled(
             token_ids,
-            [logprobs[index][token].logprob for index, token in enumerate(token_ids)],
+            [logprobs.logprobs[start] for start in logprobs.start_indices],  # the sampled token's comes first
             [LabelSpan(span.version, span.start, span.end) for span in completion.weight_versions or ()],
             is_stop,
             output.num_cached_tokens or 0,

@@ -90,6 +90,20 @@ def test_each_loss_brings_the_defaults_of_its_paper(loss, clip, aggregation):
         ({"redis": {"url": "rediss://h", "cert_file": __file__}}, ["redis.cert_file is set", "redis.key_file is not"]),
         ({"redis": {"url": "rediss://h", "key_file": __file__}}, ["redis.key_file is set", "redis.cert_file is not"]),
         ({"trainer": {"world_size": 9, "groups_per_step": 1}}, ["world_size=9", "8 trajectories"]),
+        ({"rollout": {"vllm": {"servers": ["http://a"]}}}, ["rollout.vllm.servers has 1", "'torch'", "vllm-server"]),
+        (
+            {"rollout": {"engine": "vllm-server", "workers": 2, "vllm": {"servers": ["http://a"]}}},
+            ["rollout.workers=2", "exceeds the 1 addresses", "rollout.workers=1"],
+        ),
+        (
+            {"rollout": {"engine": "vllm-server", "vllm": {"servers": ["a:1"]}}},
+            ["rollout.vllm.servers holds 'a:1'", "http://host:port"],
+        ),
+        (
+            {"rollout": {"engine": "vllm-server", "vllm": {"servers": ["http://a", "http://a"]}}},
+            ["rollout.vllm.servers names a server twice"],
+        ),
+        ({"rollout": {"engine": "vllm", "temperature": 0.001}}, ["rollout.temperature=0.001", "below 0.01", "'torch'"]),
     ],
 )
 def test_what_cannot_work_is_refused_with_field_value_bound_and_remedy(sections, parts):

@@ -348,6 +348,20 @@ async def test_scores_at_other_temperatures_are_of_each_next_token(start: Start)
             await setup.engine.score([bad], temperature=1.0)
 
 
+async def test_a_sequence_as_long_as_the_context_is_scored_to_its_end(start: Start) -> None:
+    """vLLM takes no prompt that leaves no room for a token."""
+    setup = await start()
+    (scores,) = await setup.engine.score([[3] * 16], temperature=1.0)
+    assert scores.tolist() == [*(-float(index) for index in range(1, 15)), -15.0 - 300]
+
+
+async def test_a_temperature_that_vllm_would_raise_is_refused(start: Start) -> None:
+    setup = await start()
+    await setup.push(1)
+    with pytest.raises(EngineError, match=r"temperature=0\.001"):
+        await setup.engine.generate(PROMPT, [SamplingParams(0.001, 1, 0)])
+
+
 async def test_nothing_is_scored_while_vllm_is_paused(start: Start) -> None:
     setup = await start()
     await setup.push(1)
