@@ -8,12 +8,10 @@ before its weights are proven and served; if they are refused, the requests that
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from pathlib import Path
 
 import numpy as np
@@ -26,28 +24,14 @@ from async_rl.rollout.engine import Completion, Phase
 from async_rl.rollout.model_names import ModelNames
 from async_rl.rollout.requests import checked_request
 from async_rl.rollout.vllm_host import Sampled, VllmHost
+from async_rl.rollout.vllm_labels import LabelledWeights, Labels, Trust
+from async_rl.rollout.vllm_score import score
 from async_rl.rollout.vllm_staging import StagingFile
 from async_rl.weights.manifest import Manifest
-from protocol.messages import FinishReason, SamplingParams
+from protocol.messages import SamplingParams
 
-MAX_SCORES_AT_ONCE = 256
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower ones to it (vllm/sampling_params.py, _MAX_TEMP)."""
-
-
-class _Trust(Enum):
-    UNPROVEN = auto()
-    PROVEN = auto()
-    REFUSED = auto()
-
-
-@dataclass(slots=True)
-class _Weights:
-    """What one label stands for."""
-
-    label: str
-    version: int | None  # None: the model directory's
-    trust: _Trust = _Trust.UNPROVEN
 
 
 @dataclass(slots=True, eq=False)
@@ -89,10 +73,8 @@ class VllmEngine:
         self._names, self._max_context, self._vocab_size = names, max_context, vocab_size
         self._wait_timeout_s, self._command_timeout_s, self._now = wait_timeout_s, command_timeout_s, now
         self._staging = StagingFile(staging_dir)
-        self._nonce = secrets.token_hex(4)  # labels of an earlier engine on the same server are not ours
-        self._num_labels = 0
-        self._labels: dict[str, _Weights] = {}
-        self._held: _Weights | None = None
+        self._labels = Labels()
+        self._held: LabelledWeights | None = None
         self._digests: Mapping[str, str] | None = None
         self._phase = Phase.UNPROVEN
         self._version: int | None = None
@@ -127,7 +109,7 @@ class VllmEngine:
             raise EngineError(f"engine {self._engine_id} was already started; make a new one")
         self._started = True
         await self._host.start()
-        held = self._new_weights(None)
+        held = self._labels.new(None)
         async with self._bounded("its first label"):
             await self._host.relabel(held.label)
         self._held = held
@@ -160,28 +142,28 @@ class VllmEngine:
         if not sampling:
             return []
         await self._until_settled()
-        salt = self._held_weights()
+        asked = self._held_weights()
         begun_s = self._now()
         room = self._max_context - len(prompt_ids)
-        sampled = await self._sample(list(prompt_ids), [_within(room, params) for params in sampling], salt.label)
+        sampled = await self._sample(list(prompt_ids), [_within(room, params) for params in sampling], asked.label)
         ended_s = self._now()
         await self._until_proven(sampled)
-        return [self._completion(one, salt, begun_s - submitted_s, ended_s - begun_s) for one in sampled]
+        queued_s, generate_s = begun_s - submitted_s, ended_s - begun_s
+        return [
+            self._labels.completion(one, asked, self._config.kv, queued_s=queued_s, generate_s=generate_s) for one in sampled
+        ]
 
     async def score(self, sequences: Sequence[Sequence[int]], *, temperature: float) -> Sequence[npt.NDArray[np.float32]]:
         """Logprob of token t given tokens < t, [len − 1] per sequence, under the weights held now, proven or not.
 
-        vLLM's prompt logprobs know no temperature: at another than 1 every token is scored as the next one of its prefix.
         Raises: DataError; NotServing after a withdrawal, when vLLM is paused.
         """
         self._require_alive()
         if self._phase is Phase.WITHDRAWN:
             raise NotServing(f"engine {self._engine_id} scores nothing: {self._reason}")
         checked = [self._checked_sequence(sequence) for sequence in sequences]
-        salt = f"score-{secrets.token_hex(8)}"  # what is cached under it is read by this call alone
-        gate = asyncio.Semaphore(MAX_SCORES_AT_ONCE)
         async with self._command, self._bounded("a score"):
-            return await asyncio.gather(*(self._score(ids, temperature, salt, gate) for ids in checked))
+            return await score(self._host, checked, temperature, self._max_context)
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -211,7 +193,7 @@ class VllmEngine:
                 raise EngineError(f"no room in shared memory for {manifest.version}'s weights: {error}") from error
             self._await_proof(f"version {manifest.version} was swapped in and awaits its proof")
             self._refuse_unproven()
-            weights = self._new_weights(manifest.version)
+            weights = self._labels.new(manifest.version)
             try:
                 async with self._bounded(f"the swap to version {manifest.version}"):
                     await self._host.pause(clear_cache=self._config.kv == "recompute")
@@ -243,7 +225,7 @@ class VllmEngine:
                 raise EngineError(f"version {version} cannot be served by engine {self._engine_id}: {self._reason}; swap first")
             if held.version not in (None, version):
                 raise EngineError(f"version {version} cannot be served: {self._engine_id} holds version {held.version}")
-            held.version, held.trust = version, _Trust.PROVEN
+            held.version, held.trust = version, Trust.PROVEN
             self._phase, self._version = Phase.SERVING, version
             self._stop_giving_up()
             self._settled.set()
@@ -257,7 +239,7 @@ class VllmEngine:
             self._phase, self._reason = Phase.WITHDRAWN, f"its weights were withdrawn: {reason}"
             async with self._bounded("the withdrawal"):
                 await self._host.pause(clear_cache=False)
-            if held.trust is _Trust.UNPROVEN:
+            if held.trust is Trust.UNPROVEN:
                 self._refuse_unproven()
             else:
                 self._start_giving_up()
@@ -299,55 +281,12 @@ class VllmEngine:
 
     async def _until_proven(self, sampled: Sequence[Sampled]) -> None:
         """Hold tokens back until the weights that sampled them are served. Raises: NotServing if they are not."""
-        for label in {span.label for one in sampled for span in one.spans}:
-            weights = self._labels.get(label)
-            if weights is None:
-                raise EngineError(
-                    f"engine {self._engine_id} sampled with weights labelled {label!r}, which were not pushed through it: "
-                    "somebody else writes its weights, or its server was restarted"
-                )
-            while weights.trust is _Trust.UNPROVEN and not self._settled.is_set():
+        for weights in {weights for one in sampled for weights in self._labels.weights_of(one)}:
+            while weights.trust is Trust.UNPROVEN and not self._settled.is_set():
                 await self._next_settlement()
             self._require_alive()
-            if weights.trust is not _Trust.PROVEN:
+            if weights.trust is not Trust.PROVEN:
                 raise NotServing(f"engine {self._engine_id} sampled for nothing: {self._reason}")
-
-    def _completion(self, sampled: Sampled, salt: _Weights, queued_s: float, generate_s: float) -> Completion:
-        """queued_s is the wait for a proof; the wait for a place within vLLM is part of generate_s."""
-        count = len(sampled.token_ids)
-        if len(sampled.logprobs) != count or sum(span.end - span.start for span in sampled.spans) != count:
-            raise EngineError(f"engine {self._engine_id}: {count} tokens, but not a logprob and a version for each")
-        versions = np.zeros(count, dtype=np.int64)
-        for span in sampled.spans:
-            versions[span.start : span.end] = self._version_of(span.label)
-        kv_versions = versions
-        if self._config.kv == "keep" and count:
-            oldest = self._version_of(salt.label) if sampled.num_cached else versions[0]
-            kv_versions = np.full(count, min(oldest, versions[0]), dtype=np.int64)
-        return Completion(
-            token_ids=np.asarray(sampled.token_ids, dtype=np.int32),
-            logprobs=np.asarray(sampled.logprobs, dtype=np.float32),
-            versions=versions,
-            kv_versions=kv_versions,
-            finish_reason=FinishReason.STOP if sampled.is_stop else FinishReason.LENGTH,
-            queued_s=queued_s,
-            generate_s=generate_s,
-        )
-
-    async def _score(self, ids: list[int], temperature: float, salt: str, gate: asyncio.Semaphore) -> npt.NDArray[np.float32]:
-        if len(ids) < 2:
-            return np.empty(0, dtype=np.float32)
-
-        async def of(position: int) -> float:
-            async with gate:
-                return await self._host.next_logprob(ids[:position], ids[position], temperature, salt=salt)
-
-        known: list[float] = []
-        if temperature == 1.0:
-            async with gate:  # a prompt must leave room for one token
-                known = list(await self._host.prompt_logprobs(ids[: self._max_context - 1], salt=salt))
-        rest = await asyncio.gather(*(of(position) for position in range(1 + len(known), len(ids))))
-        return np.asarray([*known, *rest], dtype=np.float32)
 
     def _checked_sequence(self, sequence: Sequence[int]) -> list[int]:
         ids = [int(token) for token in sequence]
@@ -359,22 +298,10 @@ class VllmEngine:
 
     # -- state -------------------------------------------------------------------------------------------------------
 
-    def _new_weights(self, version: int | None) -> _Weights:
-        self._num_labels += 1
-        name = "start" if version is None else f"v{version}"
-        weights = _Weights(f"{name}-{self._nonce}-{self._num_labels}", version)
-        self._labels[weights.label] = weights
-        return weights
-
-    def _held_weights(self) -> _Weights:
+    def _held_weights(self) -> LabelledWeights:
         if self._held is None:
             raise EngineError(f"engine {self._engine_id} is not started; await start() first")
         return self._held
-
-    def _version_of(self, label: str) -> int:
-        version = self._labels[label].version
-        assert version is not None  # it is proven, so it was served as a version
-        return version
 
     def _require_alive(self) -> None:
         if self._failure is not None:
@@ -394,8 +321,8 @@ class VllmEngine:
     def _refuse_unproven(self) -> None:
         """What the held weights sampled is worth nothing, if they were never served; what runs may hold such tokens."""
         held = self._held_weights()
-        if held.trust is _Trust.UNPROVEN:
-            held.trust = _Trust.REFUSED
+        if held.trust is Trust.UNPROVEN:
+            held.trust = Trust.REFUSED
             self._end_running(NotServing(f"engine {self._engine_id} sampled for nothing: {self._reason}"))
 
     def _end_running(self, reason: EngineError) -> None:
