@@ -1,7 +1,8 @@
 """vLLM's own hook (entry point `vllm.general_plugins`): runs in each of its processes before anything else of ours.
 
 It registers our weight-transfer backend, and ties each process to its parent's life, so that nothing of an engine that a
-rollout worker started outlives it, whatever dies: worker → engine core → ranks.
+rollout worker started outlives it, whatever dies: worker → engine core → ranks. Signals to the worker's process group, which
+ask it to drain, do not reach them: they are needed for that.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ def register() -> None:
 
 
 def end_with_parent() -> None:
-    """Ask the kernel for SIGKILL at the death of the parent, in every process but the one that started vLLM (Linux)."""
+    """Leave the parent's process group, and ask the kernel for SIGKILL at its death; in every process but the one that started
+    vLLM (Linux)."""
     starter = os.environ.get(LEASH_VARIABLE)
     if starter is None or int(starter) == os.getpid() or sys.platform != "linux":
         return
+    if os.getsid(0) != os.getpid():  # the leader of a session is alone in its group
+        os.setpgid(0, 0)
     parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent or parent == 1:  # it died before the request was made

@@ -118,7 +118,7 @@ if sys.argv[1] == "starter":
     sys.stdin.read()
 else:
     end_with_parent()
-    print(os.getpid(), flush=True)
+    print(os.getpid(), os.getpgid(0), flush=True)
     sys.stdin.read()
 """
 
@@ -129,7 +129,8 @@ def test_a_process_of_vllm_ends_with_the_one_that_started_it() -> None:
         [sys.executable, "-c", LEASHED, "starter", LEASHED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert starter.stdout is not None
-    int(starter.stdout.readline())
+    pid, group = starter.stdout.readline().split()
+    assert pid == group  # a signal to the starter's group does not reach it
     starter.kill()
     starter.wait(10)
     assert starter.stdout.read() == ""  # the child held the other end of this pipe: it has ended
