@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import sys
 from collections.abc import Mapping
@@ -91,7 +92,8 @@ def main() -> None:
     root.mkdir(parents=True, exist_ok=True)
     model = smollm_directory(root / "model")
     write_rows(root / "rows.jsonl")
-    sys.path.insert(0, str(Path(__file__).parent))
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # where every role finds the reward
+    sys.path.insert(0, os.environ["PYTHONPATH"])
     overrides = [f"--{key}={value}" for key, value in SETTINGS.items()]
     places = [f"--run_dir={root / 'run'}", f"--model.path={model}", f"--data.source={root / 'rows.jsonl'}"]
     steps = ["--trainer.max_steps=10"]
