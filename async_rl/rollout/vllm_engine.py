@@ -28,6 +28,7 @@ from async_rl.rollout.vllm_labels import LabelledWeights, Labels, Trust
 from async_rl.rollout.vllm_score import score
 from async_rl.rollout.vllm_staging import StagingFile
 from async_rl.weights.manifest import Manifest
+from protocol.lease import Work
 from protocol.messages import SamplingParams
 
 MIN_TEMPERATURE = 0.01
@@ -73,6 +74,8 @@ class VllmEngine:
         self._names, self._max_context, self._vocab_size = names, max_context, vocab_size
         self._wait_timeout_s, self._command_timeout_s, self._now = wait_timeout_s, command_timeout_s, now
         self._staging = StagingFile(staging_dir)
+        self._work = Work(clock=now)
+        self._is_paused = False
         self._labels = Labels()
         self._held: LabelledWeights | None = None
         self._digests: Mapping[str, str] | None = None
@@ -96,6 +99,11 @@ class VllmEngine:
     @property
     def max_context(self) -> int:
         return self._max_context
+
+    @property
+    def work(self) -> Work:
+        """Sampling; progress is marked at every output of any request."""
+        return self._work
 
     @property
     def serving_version(self) -> int | None:
@@ -196,10 +204,10 @@ class VllmEngine:
             weights = self._labels.new(manifest.version)
             try:
                 async with self._bounded(f"the swap to version {manifest.version}"):
-                    await self._host.pause(clear_cache=self._config.kv == "recompute")
+                    await self._pause(clear_cache=self._config.kv == "recompute")
                     self._digests = await self._host.load(update, weights.label)
                     self._held = weights
-                    await self._host.resume()
+                    await self._resume()
             except (EngineError, DeadlineExceeded) as error:
                 reason = EngineError(f"loading version {manifest.version} failed midway: {error}")
                 self._fail(reason)
@@ -238,7 +246,7 @@ class VllmEngine:
             held = self._held_weights()
             self._phase, self._reason = Phase.WITHDRAWN, f"its weights were withdrawn: {reason}"
             async with self._bounded("the withdrawal"):
-                await self._host.pause(clear_cache=False)
+                await self._pause(clear_cache=False)
             if held.trust is Trust.UNPROVEN:
                 self._refuse_unproven()
             else:
@@ -248,9 +256,13 @@ class VllmEngine:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def _sample(self, prompt_ids: list[int], sampling: Sequence[SamplingParams], salt: str) -> Sequence[Sampled]:
-        tasks = [asyncio.ensure_future(self._host.sample(prompt_ids, params, salt=salt)) for params in sampling]
+        tasks = [
+            asyncio.ensure_future(self._host.sample(prompt_ids, params, salt=salt, on_output=self._on_output))
+            for params in sampling
+        ]
         running = _Running(tasks)
         self._running.add(running)
+        self._watch()
         try:
             return await asyncio.gather(*tasks)
         except asyncio.CancelledError:
@@ -259,6 +271,7 @@ class VllmEngine:
             raise type(running.ended_by)(str(running.ended_by)) from running.ended_by
         finally:
             self._running.discard(running)
+            self._watch()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -324,6 +337,28 @@ class VllmEngine:
         if held.trust is Trust.UNPROVEN:
             held.trust = Trust.REFUSED
             self._end_running(NotServing(f"engine {self._engine_id} sampled for nothing: {self._reason}"))
+
+    def _watch(self) -> None:
+        """Sampling is work that must make progress, unless vLLM is paused."""
+        is_sampling = bool(self._running) and not self._is_paused
+        if is_sampling and not self._work.what:
+            self._work.begin("sampling with vLLM")
+        elif not is_sampling and self._work.what:
+            self._work.end()
+
+    def _on_output(self) -> None:
+        if self._work.what:
+            self._work.mark()
+
+    async def _pause(self, *, clear_cache: bool) -> None:
+        self._is_paused = True
+        self._watch()
+        await self._host.pause(clear_cache=clear_cache)
+
+    async def _resume(self) -> None:
+        await self._host.resume()
+        self._is_paused = False
+        self._watch()
 
     def _end_running(self, reason: EngineError) -> None:
         for running in self._running:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +16,8 @@ WORKER_EXTENSION = "async_rl.rollout.vllm_worker.WorkerExtension"
 DIGESTS_METHOD = "async_rl_digests"
 LEASH_VARIABLE = "ASYNC_RL_VLLM_STARTER"
 """Process id of who started vLLM: its processes end with their parents (see vllm_plugin)."""
+OUTPUT_EVERY = 32
+"""Tokens of a request between two of its outputs: each one costs the time of some tokens."""
 CPU_BLOCK_SIZE = 32
 CPU_KV_CACHE_BYTES = 2**30
 
@@ -51,8 +53,11 @@ class VllmHost(Protocol):
         """End it, and all its processes, if they are ours. May be called again."""
         ...
 
-    async def sample(self, prompt_ids: Sequence[int], sampling: SamplingParams, *, salt: str) -> Sampled:
-        """Sample one completion. Requests share the KV of their prompts under one salt."""
+    async def sample(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, *, salt: str, on_output: Callable[[], object]
+    ) -> Sampled:
+        """Sample one completion. Requests share the KV of their prompts under one salt. on_output: called at every
+        OUTPUT_EVERY tokens, as a sign of life."""
         ...
 
     async def prompt_logprobs(self, token_ids: Sequence[int], *, salt: str) -> Sequence[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from async_rl.config.rollout import RolloutConfig
 from async_rl.errors import AsyncRLError, EngineError
 from async_rl.rollout.vllm_host import (
     DIGESTS_METHOD,
+    OUTPUT_EVERY,
     LabelSpan,
     Sampled,
     engine_arguments,
@@ -62,7 +63,9 @@ class InProcessHost:
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, 10.0)
 
-    async def sample(self, prompt_ids: Sequence[int], sampling: SamplingParams, *, salt: str) -> Sampled:
+    async def sample(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, *, salt: str, on_output: Callable[[], object]
+    ) -> Sampled:
         params = VllmSamplingParams(
             temperature=sampling.temperature,
             max_tokens=sampling.max_new_tokens,
@@ -72,9 +75,10 @@ class InProcessHost:
             logprobs=0,  # of the sampled token
             flat_logprobs=True,
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.CUMULATIVE,
+            stream_interval=OUTPUT_EVERY,
         )
-        output = await self._run(prompt_ids, params, salt)
+        output = await self._run(prompt_ids, params, salt, on_output)
         (completion,) = output.outputs
         token_ids = list(completion.token_ids)
         try:
@@ -129,13 +133,20 @@ class InProcessHost:
         async with self._errors("to resume"):
             await self._alive().resume_generation()
 
-    async def _run(self, prompt_ids: Sequence[int], params: VllmSamplingParams, salt: str) -> RequestOutput:
+    async def _run(
+        self,
+        prompt_ids: Sequence[int],
+        params: VllmSamplingParams,
+        salt: str,
+        on_output: Callable[[], object] = lambda: None,
+    ) -> RequestOutput:
         """The last output of a request."""
         prompt = tokens_input(list(prompt_ids), cache_salt=salt)
         last: RequestOutput | None = None
         async with self._errors("to sample"):
             async for output in self._alive().generate(prompt, params, str(next(self._ids))):
                 last = output
+                on_output()
         if last is None or not last.finished:
             raise EngineError("vLLM ended a request without an answer")
         return last

@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from async_rl.config.rollout import RolloutConfig
 from async_rl.errors import EngineError
 from async_rl.rollout.vllm_host import (
     DIGESTS_METHOD,
+    OUTPUT_EVERY,
     LabelSpan,
     Sampled,
     engine_arguments,
@@ -111,7 +112,9 @@ class ServerHost:
             await self._process.start()
             connector = aiohttp.UnixConnector(str(self._process.socket), limit=0)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)  # the engine bounds what it asks for
-        self._session = aiohttp.ClientSession(self._address or "http://vllm", connector=connector, timeout=timeout)
+        limit = 2**24  # bytes of one line: the last chunk of a long completion
+        address = self._address or "http://vllm"
+        self._session = aiohttp.ClientSession(address, connector=connector, timeout=timeout, read_bufsize=limit)
         await self._until_healthy()
         await self._post("init_weight_transfer_engine", json={"init_info": self._init_info})
 
@@ -122,7 +125,9 @@ class ServerHost:
         if self._process is not None:
             await self._process.stop()
 
-    async def sample(self, prompt_ids: Sequence[int], sampling: SamplingParams, *, salt: str) -> Sampled:
+    async def sample(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, *, salt: str, on_output: Callable[[], object]
+    ) -> Sampled:
         params = {
             "temperature": sampling.temperature,
             "max_tokens": sampling.max_new_tokens,
@@ -131,23 +136,27 @@ class ServerHost:
             "ignore_eos": True,  # the stops are those that were given
             "logprobs": 0,  # of the sampled token
             "detokenize": False,
+            "stream_interval": OUTPUT_EVERY,
         }
-        answer = await self._generate(prompt_ids, params, salt)
-        choice = answer["choices"][0]
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        last: dict[str, Any] = {}
+        # Without details nothing is known of the cache: then all of the prompt may have come from it.
+        num_cached = len(prompt_ids)
+        async for chunk in self._stream(prompt_ids, params, salt):
+            on_output()
+            for choice in chunk["choices"]:
+                last = choice
+                token_ids += choice["token_ids"] or ()
+                logprobs += [_logprob(one["logprob"]) for one in (choice["logprobs"] or {}).get("content") or ()]
+            details = (chunk.get("usage") or {}).get("prompt_tokens_details") or {}
+            num_cached = details.get("cached_tokens", num_cached)
         try:
-            is_stop = stop_kind(choice["finish_reason"])
+            is_stop = stop_kind(last.get("finish_reason"))
         except ValueError as error:
             raise EngineError(f"the vLLM server gave a request up: {error}") from None
-        details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
-        # Without details nothing is known of the cache: then all of the prompt may have come from it.
-        num_cached = details.get("cached_tokens", len(prompt_ids))
-        return Sampled(
-            choice["token_ids"],
-            [_logprob(one["logprob"]) for one in choice["logprobs"]["content"]],
-            [LabelSpan(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or ()],
-            is_stop,
-            num_cached or 0,
-        )
+        spans = [LabelSpan(span["version"], span["start"], span["end"]) for span in last["weight_versions"] or ()]
+        return Sampled(token_ids, logprobs, spans, is_stop, num_cached)
 
     async def prompt_logprobs(self, token_ids: Sequence[int], *, salt: str) -> Sequence[float]:
         params = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
@@ -182,6 +191,25 @@ class ServerHost:
 
     async def resume(self) -> None:
         await self._post("resume")
+
+    async def _stream(self, prompt_ids: Sequence[int], params: Mapping[str, Any], salt: str) -> AsyncIterator[dict[str, Any]]:
+        """The chunks of a completion. Leaving it early ends the request at the server."""
+        if self._session is None:
+            raise EngineError("the vLLM server is not connected")
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        body = {"token_ids": list(prompt_ids), "sampling_params": params, "cache_salt": salt, **options}
+        try:
+            async with self._session.post("/inference/v1/generate", json=body) as response:
+                if response.status != 200:
+                    raise EngineError(f"the vLLM server refused a request: {response.status} {_short(await response.text())}")
+                async for line in response.content:
+                    if line.startswith(b"data: {"):
+                        chunk: dict[str, Any] = json.loads(line[6:])
+                        if "choices" not in chunk:
+                            raise EngineError(f"the vLLM server gave a request up: {_short(line.decode(errors='replace'))}")
+                        yield chunk
+        except (aiohttp.ClientError, OSError, RuntimeError) as error:
+            raise EngineError(f"the vLLM server{self._ended()} does not answer: {error!r}") from error
 
     async def _generate(self, prompt_ids: Sequence[int], params: Mapping[str, Any], salt: str) -> dict[str, Any]:
         body = {"token_ids": list(prompt_ids), "sampling_params": params, "cache_salt": salt}

@@ -103,8 +103,15 @@ class SharedHost:
         if host is not None:
             await self._hosts.release(host)
 
-    async def sample(self, prompt_ids: Sequence[int], sampling: SamplingParams, *, salt: str) -> Sampled:
-        return await self._hosts.run(self._real().sample(prompt_ids, sampling, salt=salt))
+    async def sample(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        salt: str,
+        on_output: Callable[[], object] = lambda: None,
+    ) -> Sampled:
+        return await self._hosts.run(self._real().sample(prompt_ids, sampling, salt=salt, on_output=on_output))
 
     async def prompt_logprobs(self, token_ids: Sequence[int], *, salt: str) -> Sequence[float]:
         return await self._hosts.run(self._real().prompt_logprobs(token_ids, salt=salt))

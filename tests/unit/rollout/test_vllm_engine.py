@@ -40,6 +40,7 @@ class ScriptedHost:
         self.max_new: list[int] = []
         self.temperatures: list[float] = []
         self.held: dict[str, torch.Tensor] = {}
+        self.on_output: Callable[[], object] = lambda: None
         self.mapped: tuple[str, torch.Tensor] | None = None
         self._running: list[tuple[int, list[str], asyncio.Future[None]]] = []
 
@@ -61,7 +62,10 @@ class ScriptedHost:
     async def close(self) -> None:
         self.is_closed = True
 
-    async def sample(self, prompt_ids: Sequence[int], sampling: SamplingParams, *, salt: str) -> Sampled:
+    async def sample(
+        self, prompt_ids: Sequence[int], sampling: SamplingParams, *, salt: str, on_output: Callable[[], object]
+    ) -> Sampled:
+        self.on_output = on_output
         self.salts.append(salt)
         self.max_new.append(sampling.max_new_tokens)
         labels: list[str] = []
@@ -360,6 +364,25 @@ async def test_a_temperature_that_vllm_would_raise_is_refused(start: Start) -> N
     await setup.push(1)
     with pytest.raises(EngineError, match=r"temperature=0\.001"):
         await setup.engine.generate(PROMPT, [SamplingParams(0.001, 1, 0)])
+
+
+async def test_sampling_is_work_that_must_make_progress_unless_it_is_paused(start: Start) -> None:
+    now = [0.0]
+    setup = await start(now=lambda: now[0])
+    await setup.push(1)
+    assert setup.engine.work.what == ""
+    task = await setup.generate(2)
+    now[0] = 5.0
+    assert (setup.engine.work.what, setup.engine.work.stalled_s) == ("sampling with vLLM", 5.0)
+    setup.host.on_output()
+    assert setup.engine.work.stalled_s == 0.0
+    await setup.engine.withdraw("evicted: late")
+    assert setup.engine.work.what == ""
+    await setup.push(2)
+    assert setup.engine.work.what == "sampling with vLLM"
+    setup.host.step(2)
+    await task
+    assert setup.engine.work.what == ""
 
 
 async def test_nothing_is_scored_while_vllm_is_paused(start: Start) -> None:
