@@ -273,6 +273,30 @@ def audit(run_dir: RunDir, debug: Debug = False) -> int:
     return 0 if found.is_exact else 1
 
 
+@app.command("check-rewards")
+def check_rewards_command(
+    rows: Annotated[Path, typer.Argument(metavar="FILE", help="JSONL rows: answer, gold, expected.", show_default=False)],
+    verifier: Annotated[str, typer.Option(help="A verifier by name, or module:function.")] = "math",
+    arg: Annotated[list[str] | None, typer.Option(help="Argument of the verifier, name=value (a TOML value).")] = None,
+    debug: Debug = False,
+) -> int:
+    """Run a verifier over rows whose right score is known; show where it disagrees. Exit code 1 if it does."""
+    from async_rl.config.text import toml_literal
+    from async_rl.launch.check_rewards import check_rewards, print_checked
+
+    del debug
+    sys.path.insert(0, str(Path.cwd()))
+    args: dict[str, Any] = {}
+    for pair in arg or []:
+        name, separator, text = pair.partition("=")
+        if not separator:
+            raise ConfigError(f"--arg {pair!r}: needs name=value")
+        args[name] = toml_literal(text)
+    checked = check_rewards(rows, verifier, args)
+    print_checked(checked, Console())
+    return 0 if all(row.agrees for row in checked) else 1
+
+
 class DeadAction(StrEnum):
     LIST = "list"
     SHOW = "show"

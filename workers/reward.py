@@ -37,9 +37,10 @@ async def _score(arguments: RoleArguments) -> None:
         reopen_wait_s=config.redis.retry_s,
         metrics_path=arguments.layout.worker_metrics_jsonl(f"reward-{arguments.index}"),
     )
-    loop = RewardLoop(streams, pool.score, _decoder(arguments), settings)
     try:
         await pool.start()
+        score_group = pool.score_group if pool.scores_groups else None
+        loop = RewardLoop(streams, pool.score, _decoder(arguments), settings, score_group=score_group)
         await run_until_stopped(loop.run(), loop.stop)
     finally:
         await pool.close()

@@ -7,10 +7,11 @@ from typing import cast
 
 import torch
 
-from async_rl.environments.load import load_environment
+from async_rl.environments.base import Environment, GroupScorer
+from async_rl.environments.load import close_environment, load_environment
 from async_rl.model.tokenizer import load_tokenizer, stop_token_ids
 from async_rl.registry.redis_registry import RedisRegistry
-from async_rl.reward.score import score_episode
+from async_rl.reward.score import score_episode, score_group
 from async_rl.rollout.engine import RolloutEngine
 from async_rl.rollout.engines import make_engine
 from async_rl.rollout.group import GroupRollout, RolloutLimits, Tokenizer
@@ -54,20 +55,23 @@ async def _work(arguments: RoleArguments, engine: RolloutEngine) -> None:
         progress_s=config.redis.progress_timeout_s,
         metrics_path=arguments.layout.worker_metrics_jsonl(f"rollout-{arguments.index}"),
     )
-    loop = RolloutLoop(streams, registry, engine, _group_rollout(arguments, engine), receiver, settings)
+    environment = load_environment(config.environment)
+    loop = RolloutLoop(streams, registry, engine, _group_rollout(arguments, engine, environment), receiver, settings)
     try:
         await run_until_stopped(loop.run(), loop.stop)
     finally:
+        await close_environment(environment)
         await registry.close()
         await streams.close()
 
 
-def _group_rollout(arguments: RoleArguments, engine: RolloutEngine) -> GroupRollout:
+def _group_rollout(arguments: RoleArguments, engine: RolloutEngine, environment: Environment) -> GroupRollout:
     config = arguments.config
     tokenizer = load_tokenizer(config.model.path)
-    environment = load_environment(config.environment)
     limits = RolloutLimits(config.rollout.max_turns, engine.max_context, config.rollout.max_new_tokens)
+    inline = config.reward.placement == "inline"
     score = partial(score_episode, environment, timeout_s=config.reward.timeout_s)
+    score_together = partial(score_group, environment, timeout_s=config.reward.timeout_s)
     return GroupRollout(
         engine,
         cast(Tokenizer, tokenizer),
@@ -75,7 +79,8 @@ def _group_rollout(arguments: RoleArguments, engine: RolloutEngine) -> GroupRoll
         limits,
         worker_id=arguments.worker_id,
         stop_token_ids=stop_token_ids(config.model.path, tokenizer),
-        score=score if config.reward.placement == "inline" else None,
+        score=score if inline else None,
+        score_group=score_together if inline and isinstance(environment, GroupScorer) else None,
         observe_timeout_s=config.reward.timeout_s,
         skip_long_prompts=config.data.on_long_prompt == "skip",
     )

@@ -171,9 +171,9 @@ def _rewards(config: RunConfig) -> Iterator[str]:
 
 
 def _data(config: RunConfig) -> Iterator[str]:
-    if config.data.source == "environment" and config.environment.name == "prompt_reward":
+    if config.data.source == "environment" and config.environment.name in ("prompt_reward", "verify"):
         yield (
-            "data.source='environment' with environment.name='prompt_reward', which brings no prompts of its own; "
+            f"data.source='environment' with environment.name={config.environment.name!r}, which brings no prompts of its own; "
             "set data.source to a .jsonl or .parquet file or a dataset directory"
         )
 

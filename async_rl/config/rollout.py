@@ -31,9 +31,9 @@ class EnvironmentConfig(StrictModel):
     """What a policy acts in, and what scores it."""
 
     name: str = "sort_digits"
-    """Built-in environment (`sort_digits`, `prompt_reward`), or `module:Class` of your own."""
+    """Built-in environment (`sort_digits`, `prompt_reward`, `verify`), or `module:Class` of your own."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the environment, e.g. `length = 6` for sort_digits."""
+    """Keyword arguments of the environment, e.g. `length = 6` for sort_digits, `verifiers = [{use = "math"}]` for verify."""
     reward: str | None = None
     """Reward function for `prompt_reward`: `module:function` taking (completion, row) and returning a float."""
 

@@ -23,6 +23,7 @@ class TurnText:
 
     text: str
     finish_reason: FinishReason
+    num_tokens: int = 0  # sampled, a stop token included
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,18 @@ class Environment(Protocol):
 
     async def score(self, episode: Episode) -> Reward:
         """The reward of a finished episode. Raising is allowed: the reward is then *invalid*, with the error's type."""
+        ...
+
+
+@runtime_checkable
+class GroupScorer(Protocol):
+    """An environment whose rewards depend on the whole group (novelty, ranking, a batch of judgements)."""
+
+    async def score_group(self, episodes: Sequence[Episode], rewards: Sequence[Reward]) -> Sequence[Reward]:
+        """One reward per member, in order. Each was scored alone before: `rewards[i]`, perhaps invalid, is of `episodes[i]`.
+
+        Members whose sampling was aborted or whose environment failed are not among them. Raising makes all invalid.
+        """
         ...
 
 

@@ -19,6 +19,8 @@ def episode_of(task: PromptTask, trajectory: Trajectory, index: int, decode: Dec
     return Episode(
         task=task,
         index=index,
-        turns=tuple(TurnText(decode(ids[turn.start : turn.end].tolist()), turn.finish_reason) for turn in turns),
+        turns=tuple(
+            TurnText(decode(ids[turn.start : turn.end].tolist()), turn.finish_reason, turn.end - turn.start) for turn in turns
+        ),
         observations=tuple(decode(ids[turn.end : following.start].tolist()) for turn, following in pairwise(turns)),
     )

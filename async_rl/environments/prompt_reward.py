@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable
 from typing import Any
 
 from async_rl.environments.base import Episode
-from async_rl.environments.calls import call
+from async_rl.environments.verifiers.functions import FunctionVerifier, not_a_number
 from protocol.messages import Reward
 
 
@@ -19,27 +18,16 @@ class PromptReward:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+        self._verifier = FunctionVerifier(function)
 
     async def observe(self, episode: Episode) -> str | None:
         """One turn only."""
         return None
 
     async def score(self, episode: Episode) -> Reward:
-        prompt = episode.task.prompt
-        row = {**episode.task.columns, "prompt": prompt if isinstance(prompt, str) else list(prompt)}
-        result = _plain(await call(self._function, episode.completion, row))
-        if isinstance(result, Reward):
-            return result
-        if isinstance(result, numbers.Real):
-            return Reward(float(result))
-        return Reward.invalid(
-            f"the reward function returned {type(result).__name__} {result!r:.200}; it must return a number or a Reward",
-            "NotANumber",
-        )
-
-
-def _plain(result: Any) -> Any:
-    """A scalar of numpy or torch (a bool_, a tensor without dimensions) as Python's own; everything else as it is."""
-    is_scalar = getattr(result, "ndim", None) == 0 and callable(getattr(result, "item", None))
-    return result.item() if is_scalar else result
+        score = await self._verifier.verify(episode)
+        if isinstance(score, Reward):
+            return score
+        if score is None:
+            return not_a_number(None)
+        return Reward(score)

@@ -9,7 +9,7 @@ from typing import cast
 
 from async_rl.config import RunConfig
 from async_rl.environments.base import Environment, Episode
-from async_rl.environments.load import load_environment
+from async_rl.environments.load import close_environment, load_environment
 from async_rl.evaluation.held_out import EvaluationPlan, EvaluationResult, evaluate
 from async_rl.model.tokenizer import load_tokenizer, stop_token_ids
 from async_rl.rollout.group import GroupRollout, RolloutLimits, Score, Tokenizer
@@ -55,6 +55,7 @@ async def _evaluate(
 
         return await evaluate(rollout.run, environment, decode, plan, on_progress=on_progress)
     finally:
+        await close_environment(environment)
         await engine.close()
 
 

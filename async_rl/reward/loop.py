@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -21,7 +21,7 @@ from async_rl.run_dir.files import JsonLinesWriter
 from protocol.codec import encode
 from protocol.deliveries import group_of
 from protocol.lease import LeaseKeeper
-from protocol.messages import FinishReason, PromptTask, Reward, Trajectory, TrajectoryGroup
+from protocol.messages import FinishReason, Reward, TrajectoryGroup
 from protocol.patience import publish_patiently
 from protocol.run_end import RunEnd
 from protocol.streams import Delivery, Publication, Stream, Streams
@@ -32,6 +32,7 @@ METRICS_EVERY_S = 2.0
 ABORTED = "aborted"
 
 Score: TypeAlias = Callable[[Episode], Awaitable[Reward]]
+ScoreGroup: TypeAlias = Callable[[Sequence[Episode], Sequence[Reward]], Awaitable[Sequence[Reward]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ class RewardSettings:
 class RewardLoop:
     """Runs until the run has ended, or until `stop()`; then finishes what it holds and leaves.
 
-    score: never raises for a verifier's sake (see `score_episode`, `ScoringPool.score`). decode: token ids to text.
+    score, score_group: never raise for a verifier's sake (see `ScoringPool`); the second sees the members that the first has
+    scored. decode: token ids to text.
     """
 
     def __init__(
@@ -60,10 +62,12 @@ class RewardLoop:
         decode: Decode,
         settings: RewardSettings,
         *,
+        score_group: ScoreGroup | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._streams = streams
         self._score = score
+        self._score_group = score_group
         self._decode = decode
         self._settings = settings
         self._clock = clock
@@ -169,32 +173,43 @@ class RewardLoop:
         except CodecError as error:
             await self._bury(delivery, f"unreadable group: {error}")
             return
-        trajectories = await asyncio.gather(
-            *(self._scored(group.task, index, trajectory) for index, trajectory in enumerate(group.trajectories))
-        )
-        await self._publish(delivery, replace(group, trajectories=tuple(trajectories)))
+        await self._publish(delivery, await self._scored(group))
 
-    async def _scored(self, task: PromptTask, index: int, trajectory: Trajectory) -> Trajectory:
-        if trajectory.reward is not None:
-            return trajectory
+    async def _scored(self, group: TrajectoryGroup) -> TrajectoryGroup:
+        """The group with a reward for every member that had none: each alone first, then all of them together."""
+        members = [index for index, trajectory in enumerate(group.trajectories) if trajectory.reward is None]
+        sampled = [index for index in members if group.trajectories[index].finish_reason is not FinishReason.ABORTED]
+        episodes = [episode_of(group.task, group.trajectories[index], index, self._decode) for index in sampled]
         started = self._clock()
-        reward = await self._reward(task, index, trajectory)
-        self._figures.count(reward)
+        alone = await asyncio.gather(*(self._timed(episode) for episode in episodes))
+        rewards = [reward for reward, _ in alone]
+        if self._score_group is not None and episodes:
+            rewards = list(await self._score_group(episodes, rewards))
+        results = {index: Reward.invalid("sampling was aborted", ABORTED) for index in members}
+        results.update(zip(sampled, rewards, strict=True))
+        seconds = dict(zip(sampled, (taken for _, taken in alone), strict=True))
+        self._figures.group_s.add(self._clock() - started)
+        trajectories = list(group.trajectories)
+        for index, reward in results.items():
+            self._note(group, index, reward, seconds.get(index, 0.0))
+            timings = replace(trajectories[index].timings, reward_s=seconds.get(index, 0.0))
+            trajectories[index] = replace(trajectories[index], reward=reward, timings=timings)
+        return replace(group, trajectories=tuple(trajectories))
+
+    async def _timed(self, episode: Episode) -> tuple[Reward, float]:
+        started = self._clock()
+        return await self._score(episode), self._clock() - started
+
+    def _note(self, group: TrajectoryGroup, index: int, reward: Reward, seconds: float) -> None:
+        self._figures.count(reward, seconds)
         if not reward.is_valid:
             self._log.warning(
                 Event.REWARD_INVALID,
-                task_id=task.task_id,
+                task_id=group.task_id,
                 member=index,
                 error_type=reward.error_type,
                 reason=reward.invalid_reason,
             )
-        timings = replace(trajectory.timings, reward_s=self._clock() - started)
-        return replace(trajectory, reward=reward, timings=timings)
-
-    async def _reward(self, task: PromptTask, index: int, trajectory: Trajectory) -> Reward:
-        if trajectory.finish_reason is FinishReason.ABORTED:
-            return Reward.invalid("sampling was aborted", ABORTED)
-        return await self._score(episode_of(task, trajectory, index, self._decode))
 
     async def _publish(self, delivery: Delivery, group: TrajectoryGroup) -> None:
         publication = Publication(Stream.UNSCORED, delivery.entry_id, Stream.GROUPS, encode(group), delivery.task_id)
@@ -229,20 +244,57 @@ class RewardLoop:
             writer.close()
 
 
+class _Latencies:
+    """Seconds: how many, their sum, the longest, and a histogram in powers of two from 1 ms (quantiles to a factor of 2)."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._sum_s = 0.0
+        self._longest_s = 0.0
+        self._buckets: Counter[int] = Counter()
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        self._sum_s += seconds
+        self._longest_s = max(self._longest_s, seconds)
+        self._buckets[max(0, math.ceil(math.log2(max(seconds, 1e-9) / 1e-3)))] += 1
+
+    def snapshot(self) -> dict[str, float]:
+        mean = self._sum_s / self.count if self.count else 0.0
+        quantiles = {f"p{round(share * 100)}_s": self._quantile(share) for share in (0.5, 0.99)}
+        return {"count": self.count, "mean_s": mean, **quantiles, "max_s": self._longest_s}
+
+    def _quantile(self, share: float) -> float:
+        """Upper bound of the bucket that holds it, and never more than the longest."""
+        seen = 0
+        for bucket in sorted(self._buckets):
+            seen += self._buckets[bucket]
+            if seen >= share * self.count:
+                return min(float(2.0**bucket * 1e-3), self._longest_s)
+        return 0.0
+
+
 class _Figures:
-    """What was scored, and what could not be, by kind of error."""
+    """What was scored and how long it took, and what could not be, by kind of error."""
 
     def __init__(self, started: float) -> None:
         self._started = started
         self.groups = 0
         self.duplicates = 0
+        self.group_s = _Latencies()
         self._rewards = 0
         self._invalid: Counter[str] = Counter()
+        self._valid_s = _Latencies()
+        self._invalid_s: dict[str, _Latencies] = {}
 
-    def count(self, reward: Reward) -> None:
+    def count(self, reward: Reward, seconds: float) -> None:
         self._rewards += 1
-        if not reward.is_valid:
-            self._invalid[reward.error_type or "unknown"] += 1
+        if reward.is_valid:
+            self._valid_s.add(seconds)
+            return
+        kind = reward.error_type or "unknown"
+        self._invalid[kind] += 1
+        self._invalid_s.setdefault(kind, _Latencies()).add(seconds)
 
     def snapshot(self, now: float) -> dict[str, object]:
         return {
@@ -252,4 +304,6 @@ class _Figures:
             "rewards": self._rewards,
             "invalid": dict(self._invalid),
             "duplicates": self.duplicates,
+            "latency": {"valid": self._valid_s.snapshot(), "group": self.group_s.snapshot()},
+            "latency_invalid": {kind: latencies.snapshot() for kind, latencies in self._invalid_s.items()},
         }

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import numbers
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 
-from async_rl.environments.base import Environment, Episode
+from async_rl.environments.base import Environment, Episode, GroupScorer
 from async_rl.environments.calls import call
 from protocol.messages import Reward
 
@@ -22,21 +24,48 @@ async def score_episode(environment: Environment, episode: Episode, timeout_s: f
     A `score` that is not async runs in a thread. Neither a thread nor an async function that never awaits can be stopped:
     where that may happen, score in reward workers, whose processes are killed.
     """
+    outcome = await _outcome(call(environment.score, episode), timeout_s)
+    return outcome.error if isinstance(outcome, _Failed) else checked(outcome)
+
+
+async def score_group(
+    environment: Environment, episodes: Sequence[Episode], rewards: Sequence[Reward], timeout_s: float
+) -> list[Reward]:
+    """The rewards of a whole group, as `GroupScorer.score_group` gives them; what goes wrong makes all of them invalid."""
+    if not isinstance(environment, GroupScorer) or not episodes:
+        return list(rewards)
+    outcome = await _outcome(call(environment.score_group, episodes, rewards), timeout_s)
+    if isinstance(outcome, _Failed):
+        return [outcome.error] * len(episodes)
+    if not isinstance(outcome, Sequence) or len(outcome) != len(episodes):
+        what = f"{len(outcome)} rewards" if isinstance(outcome, Sequence) else type(outcome).__name__
+        wrong = Reward.invalid(f"score_group returned {what} for a group of {len(episodes)}", NOT_A_REWARD)
+        return [wrong] * len(episodes)
+    return [checked(reward) for reward in outcome]
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    error: Reward
+
+
+async def _outcome(work: Awaitable[object], timeout_s: float) -> object:
+    """What `work` returns, or the invalid reward that says why it did not."""
     scope = asyncio.timeout(timeout_s)
     try:
         async with scope:
-            return checked(await call(environment.score, episode))
+            return await work
     except TimeoutError as error:
-        return timed_out(timeout_s) if scope.expired() else failed(error)
+        return _Failed(timed_out(timeout_s) if scope.expired() else failed(error))
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        return failed(error)  # the verifier's own
+        return _Failed(failed(error))  # the verifier's own
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # also SystemExit: a verifier must not end its worker
-        return failed(error)
+        return _Failed(failed(error))
 
 
 def checked(reward: object) -> Reward:

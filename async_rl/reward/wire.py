@@ -1,11 +1,10 @@
-"""What a reward worker and its scoring processes say to each other: msgpack frames, each behind its length. No pickle."""
+"""What a reward worker and its scoring processes say to each other, in msgpack. No pickle."""
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from async_rl.environments.base import Episode, TurnText
 from async_rl.environments.load import EnvironmentSpec
@@ -13,13 +12,6 @@ from async_rl.errors import CodecError
 from protocol.codec import decode_task, encode
 from protocol.messages import FinishReason, Reward
 from protocol.packing import pack, unpack
-
-LENGTH: Final = struct.Struct("<I")
-
-
-def framed(body: bytes) -> bytes:
-    """A frame: the length of `body` as a little-endian uint32, then `body`."""
-    return LENGTH.pack(len(body)) + body
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,35 +44,30 @@ def unpack_start(body: bytes) -> tuple[NamedEnvironment, float, list[str]]:
 
 def pack_episode(episode: Episode) -> bytes:
     """Raises: CodecError if a column of the task cannot be packed."""
-    return pack(
-        {
-            "task": encode(episode.task),
-            "index": episode.index,
-            "turns": [[turn.text, turn.finish_reason.value] for turn in episode.turns],
-            "observations": list(episode.observations),
-        }
-    )
+    return pack(_episode_fields(episode))
 
 
 def unpack_episode(body: bytes) -> Episode:
+    return _episode(_fields(body))
+
+
+def pack_group(episodes: Sequence[Episode], rewards: Sequence[Reward]) -> bytes:
+    """A whole group with the rewards that its members have so far."""
+    fields = {"group": list(map(_episode_fields, episodes)), "rewards": list(map(_reward_fields, rewards))}
+    return pack(fields)
+
+
+def is_group(body: bytes) -> bool:
+    return "group" in _fields(body)
+
+
+def unpack_group(body: bytes) -> tuple[list[Episode], list[Reward]]:
     fields = _fields(body)
-    return Episode(
-        task=decode_task(fields["task"]),
-        index=int(fields["index"]),
-        turns=tuple(TurnText(text, FinishReason(finish)) for text, finish in fields["turns"]),
-        observations=tuple(fields["observations"]),
-    )
+    return list(map(_episode, fields["group"])), [Reward(**reward) for reward in fields["rewards"]]
 
 
 def pack_reward(reward: Reward) -> bytes:
-    return pack(
-        {
-            "value": reward.value,
-            "components": dict(reward.components),
-            "invalid_reason": reward.invalid_reason,
-            "error_type": reward.error_type,
-        }
-    )
+    return pack(_reward_fields(reward))
 
 
 def unpack_reward(body: bytes) -> Reward:
@@ -89,6 +76,48 @@ def unpack_reward(body: bytes) -> Reward:
         return Reward(**_fields(body))
     except (TypeError, ValueError) as error:
         raise CodecError(f"not a reward: {error}") from error
+
+
+def pack_rewards(rewards: Sequence[Reward]) -> bytes:
+    return pack({"rewards": list(map(_reward_fields, rewards))})
+
+
+def unpack_rewards(body: bytes, *, count: int) -> list[Reward]:
+    """Raises: CodecError if these are not `count` rewards."""
+    try:
+        rewards = [Reward(**fields) for fields in _fields(body)["rewards"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CodecError(f"not the rewards of a group: {error}") from error
+    if len(rewards) != count:
+        raise CodecError(f"{len(rewards)} rewards for a group of {count}")
+    return rewards
+
+
+def _episode_fields(episode: Episode) -> dict[str, Any]:
+    return {
+        "task": encode(episode.task),
+        "index": episode.index,
+        "turns": [[turn.text, turn.finish_reason.value, turn.num_tokens] for turn in episode.turns],
+        "observations": list(episode.observations),
+    }
+
+
+def _episode(fields: Mapping[str, Any]) -> Episode:
+    return Episode(
+        task=decode_task(fields["task"]),
+        index=int(fields["index"]),
+        turns=tuple(TurnText(text, FinishReason(finish), int(count)) for text, finish, count in fields["turns"]),
+        observations=tuple(fields["observations"]),
+    )
+
+
+def _reward_fields(reward: Reward) -> dict[str, Any]:
+    return {
+        "value": reward.value,
+        "components": dict(reward.components),
+        "invalid_reason": reward.invalid_reason,
+        "error_type": reward.error_type,
+    }
 
 
 def _fields(body: bytes) -> dict[str, Any]:

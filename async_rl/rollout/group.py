@@ -64,6 +64,7 @@ class _Draft:
     turns: list[Turn] = field(default_factory=list)
     texts: list[TurnText] = field(default_factory=list)
     observations: list[str] = field(default_factory=list)
+    is_scored: bool = False  # by the environment: not where it failed, nor where sampling was aborted
     queued_s: float = 0.0
     generate_s: float = 0.0
     environment_s: float = 0.0
@@ -80,7 +81,7 @@ class _Draft:
         self.logprobs.extend(completion.logprobs.tolist())
         self.spans.extend(_turn_spans(start, completion))
         self.turns.append(Turn(start, start + count, completion.finish_reason))
-        self.texts.append(TurnText(text, completion.finish_reason))
+        self.texts.append(TurnText(text, completion.finish_reason, count))
         self.queued_s += completion.queued_s
         self.generate_s += completion.generate_s
 
@@ -112,13 +113,15 @@ def _turn_spans(start: int, completion: Completion) -> tuple[VersionSpan, ...]:
 
 _LONGEST_REASON = 500
 Score: TypeAlias = Callable[[Episode], Awaitable[Reward]]
+ScoreGroup: TypeAlias = Callable[[Sequence[Episode], Sequence[Reward]], Awaitable[Sequence[Reward]]]
 
 
 class GroupRollout:
     """Turns tasks into groups with one engine, one tokenizer and one environment.
 
-    score: scores a finished episode here; None leaves the group unscored, for reward workers. observe_timeout_s: an
-    environment that takes longer to answer a turn has failed; what it fails at ends as invalid, and the group goes on.
+    score: scores a finished episode here; None leaves the group unscored, for reward workers. score_group: then scores those
+    members together. observe_timeout_s: an environment that takes longer to answer a turn has failed; what it fails at ends as
+    invalid, and the group goes on.
     """
 
     def __init__(
@@ -131,6 +134,7 @@ class GroupRollout:
         worker_id: str,
         stop_token_ids: Sequence[int],
         score: Score | None,
+        score_group: ScoreGroup | None = None,
         observe_timeout_s: float | None = None,
         skip_long_prompts: bool = False,
         clock: Callable[[], float] = time.time,
@@ -142,6 +146,7 @@ class GroupRollout:
         self._worker_id = worker_id
         self._stop_token_ids = tuple(stop_token_ids)
         self._score = score
+        self._score_group = score_group
         self._observe_timeout_s = observe_timeout_s
         self._skip_long_prompts = skip_long_prompts
         self._clock = clock
@@ -162,9 +167,10 @@ class GroupRollout:
         drafts = [_Draft(list(prompt_ids), self._sampling(task, index), self._clock()) for index in range(task.group_size)]
         if self._has_room(task, prompt_ids):
             completions = await self._engine.generate(prompt_ids, [self._turn_sampling(draft) for draft in drafts])
-            trajectories = await asyncio.gather(
+            alone = await asyncio.gather(
                 *(self._play(task, index, draft, completions[index]) for index, draft in enumerate(drafts))
             )
+            trajectories = await self._scored_together(task, drafts, alone)
         else:
             trajectories = [self._seal(draft, FinishReason.LENGTH, None, 0.0) for draft in drafts]
         return TrajectoryGroup(task, tuple(trajectories), started_version, self._clock())
@@ -225,8 +231,24 @@ class GroupRollout:
                 break
             (completion,) = await self._engine.generate(draft.token_ids, [self._turn_sampling(draft)])
         started = self._clock()
+        draft.is_scored = self._score is not None
         reward = None if self._score is None else await self._score(draft.episode(task, index))
         return self._seal(draft, draft.turns[-1].finish_reason, reward, self._clock() - started)
+
+    async def _scored_together(
+        self, task: PromptTask, drafts: Sequence[_Draft], trajectories: Sequence[Trajectory]
+    ) -> list[Trajectory]:
+        """Rewards that depend on the whole group, in place of those of the members that were scored alone."""
+        members = [index for index, draft in enumerate(drafts) if draft.is_scored]
+        if self._score_group is None or not members:
+            return list(trajectories)
+        alone = [reward for index in members if (reward := trajectories[index].reward) is not None]
+        together = await self._score_group([drafts[index].episode(task, index) for index in members], alone)
+        rewards = dict(zip(members, together, strict=True))
+        return [
+            replace(trajectory, reward=rewards[index]) if index in rewards else trajectory
+            for index, trajectory in enumerate(trajectories)
+        ]
 
     async def _observe(self, task: PromptTask, index: int, draft: _Draft) -> bool:
         """Append the environment's answer to the last turn. False: the trajectory is over. Raises: _ObserveFailed."""

@@ -158,7 +158,7 @@ async def test_scoring_processes_end_with_their_worker(module: str, tmp_path: Pa
         f"pool = ScoringPool(EnvironmentConfig(name='prompt_reward', reward='{module}:verify'), processes=1, timeout_s=600)\n"
         "async def work():\n"
         "    await pool.start()\n"
-        "    print([process.pid for process in pool._running][0], flush=True)\n"
+        "    print(pool.pids[0], flush=True)\n"
         "    await asyncio.sleep(600)\n"
         "asyncio.run(work())\n"
     )
