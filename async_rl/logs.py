@@ -49,6 +49,7 @@ class Event(StrEnum):
     ROLE_FAILED = "role.failed"
     ROLE_RESTARTED = "role.restarted"
     ROLE_GIVEN_UP = "role.given_up"
+    ROLE_DRAINED = "role.drained"
     WORKER_JOINED = "worker.joined"
     WORKER_LEFT = "worker.left"
     WORKER_LOST = "worker.lost"

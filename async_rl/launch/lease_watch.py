@@ -12,6 +12,7 @@ from typing import Protocol
 
 from protocol.errors import ProtocolError
 from protocol.redis_streams import RedisStreams
+from protocol.streams import RunState
 
 ANSWER_S = 2.0
 
@@ -26,6 +27,10 @@ class LeaseView:
     """Worker id → when its lease was last there."""
     held: Mapping[str, str] = field(default_factory=dict)
     """Worker id → role, of the leases in the last answer."""
+    answered_at: float = float("-inf")
+    """When that answer was asked for."""
+    is_over: bool = False
+    """Whether it said that the run has ended: then workers go home."""
 
     def of_role(self, role: str) -> frozenset[str]:
         """Workers of a role that hold a lease."""
@@ -106,7 +111,9 @@ class LeaseWatch:
             while self._gone:
                 await streams.leave(self._gone[0])
                 self._gone.popleft()
+            asked_at = self._now()
             workers = await streams.workers()
+            is_over = (await streams.counters()).state is RunState.ENDED
         except ProtocolError:
             self._view = LeaseView(None, self._view.seen, {})
             return
@@ -114,5 +121,7 @@ class LeaseWatch:
         # After a gap (the server was away, or this process stood still) everybody gets the time to renew a lease first.
         continues = view.answering_since is not None and now - self._answered_at <= self._gap_s
         held = {worker.worker_id: worker.role for worker in workers}
-        self._view = LeaseView(view.answering_since if continues else now, {**view.seen, **dict.fromkeys(held, now)}, held)
+        since = view.answering_since if continues else now
+        seen = {**view.seen, **dict.fromkeys(held, now)}
+        self._view = LeaseView(since, seen, held, answered_at=asked_at, is_over=is_over)
         self._answered_at = now

@@ -177,6 +177,7 @@ class Supervisor:
         self._check()
         for unit in self._units:
             self._attend(unit)
+        self._judge_ended()
         self._require_floors()
         self._show()
         self._sleep(self._patience.poll_s)
@@ -208,7 +209,29 @@ class Supervisor:
 
     def _ended(self, unit: Unit) -> None:
         """Well: the run is over for it, or it was told to drain."""
-        unit.state = UnitState.ENDED
+        unit.state, unit.ended_at = UnitState.ENDED, self._now()
+
+    def _judge_ended(self) -> None:
+        """A worker that ended well while the run goes on was told to leave. If too few are left, it starts again at once.
+
+        What is asked for after the worker's end tells whether the run was over by then, which is another reason to leave.
+        """
+        view = self._leases.view
+        for unit in self._units:
+            judged = unit.is_drained or not unit.kind or unit.state is not UnitState.ENDED
+            if judged or view.answering_since is None or view.is_over or view.answered_at <= unit.ended_at:
+                continue
+            unit.is_drained = True
+            self._on_event(Event.ROLE_DRAINED, name=unit.name)
+            floor = self._floors.get(unit.kind, 0)
+            if self._manned(unit.kind) < floor:
+                self._display.note(f"{unit.name} drained and left; launch.min_healthy_workers={floor}: it starts again at once")
+                unit.wait_until(self._now())
+
+    def _manned(self, kind: str) -> int:
+        """Workers of a kind: our own that run or will, and those started elsewhere that hold a lease."""
+        own = {process.spec.worker_id for unit in self._units for process in unit.processes}
+        return self._still_tried(kind) + len(self._leases.view.of_role(kind) - own)
 
     def _hung(self, unit: Unit) -> tuple[RoleProcess, str] | None:
         """A role whose process lives, but whose loop does not."""

@@ -19,7 +19,7 @@ class UnitState(StrEnum):
     WAITING = "waiting"
     """It failed, and is due to start again at `due_at`."""
     ENDED = "ended"
-    """Well: every role of it with exit code 0, or drained."""
+    """Well: every role of it with exit code 0, or told to leave before it had begun."""
     GIVEN_UP = "given_up"
 
 
@@ -41,12 +41,16 @@ class Unit:
         self.starts = 0
         self.was_healthy = False
         self.fenced_at: float | None = None
+        self.ended_at = float("inf")
+        self.is_drained = False
+        """It ended well while the run went on: it was told to leave."""
 
     def start(self, now: float) -> None:
         """Start every role of it; on an error those that run are `processes`, for the caller to end."""
         self.processes = []
         self.state = UnitState.RUNNING
         self.started_at = now
+        self.is_drained = False
         self.starts += 1
         for spec in self._specs():
             self.processes.append(RoleProcess(spec, self._logs_dir))
@@ -84,7 +88,8 @@ class Unit:
     def role_states(self) -> Sequence[RoleState]:
         waiting = self.state is UnitState.WAITING
         restarts = max(0, self.starts - 1)
-        return [RoleState(p.spec.name, p.pid, p.exit_code(), restarts, waiting) for p in self.processes]
+        drained = self.is_drained
+        return [RoleState(p.spec.name, p.pid, p.exit_code(), restarts, waiting, drained) for p in self.processes]
 
 
 def make_units(table: Callable[[], Sequence[RoleSpec]], logs_dir: Path, policy: RestartPolicy) -> Sequence[Unit]:

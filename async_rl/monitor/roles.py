@@ -18,7 +18,8 @@ class RoleState:
     pid: int
     exit_code: int | None  # None: running
     restarts: int = 0
-    waiting: bool = False  # it failed, and will be started again
+    waiting: bool = False  # it will be started again
+    drained: bool = False  # it was told to leave, and did
 
     @property
     def label(self) -> str:
@@ -26,6 +27,8 @@ class RoleState:
             return "restarting"
         if self.exit_code is None:
             return "running"
+        if self.drained:
+            return "drained"
         return _ENDS.get(self.exit_code, f"failed ({self.exit_code})")
 
 

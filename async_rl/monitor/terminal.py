@@ -148,7 +148,9 @@ class RunView:
 def _roles(roles: Sequence[RoleState]) -> Text:
     text = Text()
     for role in roles:
-        color = {"running": "green", "done": "dim", "stopped": "dim", "restarting": "yellow"}.get(role.label, "red")
+        color = {"running": "green", "done": "dim", "stopped": "dim", "drained": "dim", "restarting": "yellow"}.get(
+            role.label, "red"
+        )
         text.append("● ", style=color).append(f"{role.name} ")
         if role.restarts:
             times = "once" if role.restarts == 1 else f"{role.restarts} times"

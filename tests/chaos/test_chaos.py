@@ -13,8 +13,8 @@ CHAOS = Path(__file__).with_name("chaos.py")
 
 @pytest.mark.chaos
 @pytest.mark.timeout(5400)
-def test_the_demo_survives_random_kills(request: pytest.FixtureRequest) -> None:
+def test_the_demo_survives_random_kills(request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]) -> None:
     smoke = ["--smoke"] if request.config.getoption("--smoke") else []
-    result = subprocess.run([sys.executable, str(CHAOS), *smoke], text=True, capture_output=True, check=False)
-    print(result.stdout, result.stderr)
-    assert result.returncode == 0, result.stdout[-4000:]
+    with capfd.disabled():  # every kill, and the table of recovery times, are for whoever looks on
+        result = subprocess.run([sys.executable, str(CHAOS), *smoke], check=False)
+    assert result.returncode == 0, "see its PROBLEM lines above, and runs/chaos/summary.json"

@@ -13,7 +13,10 @@ SCRIPT = Path(__file__).parent / "network.py"
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1700)
-def test_a_run_over_a_bad_network_loses_nothing_and_learns_all_the_same(request: pytest.FixtureRequest) -> None:
+def test_a_run_over_a_bad_network_loses_nothing_and_learns_all_the_same(
+    request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
+) -> None:
     smoke = ["--smoke"] if request.config.getoption("--smoke") else []
-    done = subprocess.run([sys.executable, str(SCRIPT), *smoke], check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    with capfd.disabled():  # the figures are for whoever looks on
+        done = subprocess.run([sys.executable, str(SCRIPT), *smoke], check=False)
+    assert done.returncode == 0, "see its PROBLEM lines above, and runs/network/summary.json"

@@ -146,6 +146,32 @@ def test_a_worker_that_drains_did_not_fail(tmp_path: Path, code: str) -> None:
     assert run.events == []
 
 
+@pytest.mark.parametrize("code", ["pass", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"])
+def test_the_only_worker_that_drains_while_the_run_goes_on_starts_again_at_once(tmp_path: Path, code: str) -> None:
+    once = starts(tmp_path / "n", f"import time\nif number > 1: time.sleep(600)\n{code}")
+    leader = f"import time\nwhile len(open({str(tmp_path / 'n')!r}).read()) < 2: time.sleep(0.02)"
+    (tmp_path / "n").touch()
+    leases = KnownLeases(lambda started: LeaseView(started, {}, {}, answered_at=time.monotonic()))
+    run = Run(tmp_path, floors={"rollout": 1}, leases=leases)
+    assert run.see(role("trainer", leader, leads=True), role("rollout-0", once, kind="rollout", worker_id="w")) is None
+    assert [event for event, _ in run.events] == [Event.ROLE_DRAINED, Event.ROLE_RESTARTED]
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "over"), [({"rollout-9": "rollout"}, False), ({}, True)], ids=["another worker is left", "the run is over"]
+)
+def test_a_worker_that_drains_stays_away_if_others_are_left_or_the_run_is_over(
+    tmp_path: Path, elsewhere: Mapping[str, str], over: bool
+) -> None:
+    code = starts(tmp_path / "n", "pass")
+    leases = KnownLeases(lambda started: LeaseView(started, {}, elsewhere, answered_at=time.monotonic(), is_over=over))
+    run = Run(tmp_path, floors={"rollout": 1}, leases=leases)
+    leader = "import time; time.sleep(0.5)"
+    assert run.see(role("trainer", leader, leads=True), role("rollout-0", code, kind="rollout", worker_id="w")) is None
+    assert (tmp_path / "n").read_text() == "x"
+    assert [event for event, _ in run.events] == ([] if over else [Event.ROLE_DRAINED])
+
+
 def test_a_role_that_lives_without_a_lease_is_killed_and_started_again(tmp_path: Path) -> None:
     patience = Patience(poll_s=0.02, stop_s=0.5, ending_s=0.2, hang_s=2.0)
     hanging = starts(tmp_path / "n", "import time\nif number == 1: time.sleep(600)")
