@@ -14,7 +14,7 @@ CHECKED := protocol async_rl workers tests
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.14; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
 
-.PHONY: help install install-dev vllm-cpu demo test test-vllm bench-vllm test-chaos test-sandbox test-soak test-fuzz check format bench verify docs clean
+.PHONY: help install install-dev vllm-cpu demo test test-vllm bench-vllm test-chaos test-oracle test-sandbox test-soak test-fuzz check format bench verify docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -82,6 +82,9 @@ test-fuzz: install-dev  ## Ten minutes of bad frames at the decoder and a stream
 
 test-sandbox: install-dev  ## Hostile programs against the sandbox of the code verifier; fewer variants: ARGS=--smoke
 	$(BIN)/python -m pytest tests/sandbox -m sandbox --timeout 900 $(ARGS)
+
+test-oracle: install-dev  ## Kill the trainer at random points; its weights must not differ by a bit; fewer: ARGS=--smoke
+	$(BIN)/python tests/chaos/oracle.py $(ARGS)
 
 check: install-dev  ## Lint, format, types, import order, generated pages
 	$(BIN)/ruff check $(CHECKED)

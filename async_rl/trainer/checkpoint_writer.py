@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from async_rl.errors import CheckpointError
+from async_rl.errors import CheckpointError, EpochFenced
 from async_rl.trainer.checkpoint import CheckpointState, checkpoint_tensors, write_checkpoint
 from async_rl.trainer.policy import PolicyModel
 from protocol.messages import Json
@@ -87,8 +87,10 @@ class CheckpointWriter:
                 epoch=request.epoch,
                 is_fenced=request.is_fenced,
             )
-        except BaseException as error:
+        except (CheckpointError, EpochFenced) as error:
             done.set_exception(error)
+        except BaseException as error:  # said as any failure: the intake log has what is missing
+            done.set_exception(_unforeseen(request, error))
         else:
             done.set_result(path)
 
@@ -112,3 +114,9 @@ class CheckpointWriter:
             kept, self._mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
         return whole
+
+
+def _unforeseen(request: WriteRequest, error: BaseException) -> CheckpointError:
+    failure = CheckpointError(f"checkpoint of step {request.step}: its writer failed: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
