@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from oracle_marks import Phase, Place
-from oracle_world import MANY_SEGMENTS, World, ledger_of, same_tensors
+from oracle_world import MANY_SEGMENTS, TrainerParent, World, ledger_of, same_tensors
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
@@ -262,15 +262,17 @@ async def _end_of(world: World, pid: int) -> None:
         await asyncio.sleep(0.02)
 
 
-async def oracle(directory: Path, *, kills: int, fences: int, seed: int, world_size: int) -> dict[str, Any]:
+async def oracle(
+    directory: Path, parent: TrainerParent, *, kills: int, fences: int, seed: int, world_size: int
+) -> dict[str, Any]:
     """Run it all and return the summary."""
     rng, stream = random.Random(seed), RecordedStream()
     started = time.monotonic()
-    with World(directory / "killed", stream, world_size=world_size, **MANY_SEGMENTS) as killed:
+    with World(directory / "killed", stream, parent, world_size=world_size, **MANY_SEGMENTS) as killed:
         torment = Torment(killed, rng)
         batches = await torment.run(plan(kills, world_size, rng))
     with_kills_s = time.monotonic() - started
-    with World(directory / "straight", stream, world_size=world_size) as straight:
+    with World(directory / "straight", stream, parent, world_size=world_size) as straight:
         await run_straight(straight, batches)
     summary: dict[str, Any] = {
         "kills": len(torment.kills),
@@ -282,7 +284,7 @@ async def oracle(directory: Path, *, kills: int, fences: int, seed: int, world_s
         "seed": seed,
     }
     if fences and world_size == 1:
-        with World(directory / "fenced", stream, **MANY_SEGMENTS) as fenced:
+        with World(directory / "fenced", stream, parent, **MANY_SEGMENTS) as fenced:
             ends = await run_with_fences(fenced, fences, rng)
         summary |= {
             "fenced": fences,
@@ -388,7 +390,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     directory = Path(tempfile.mkdtemp(prefix="arl-oracle-"))
     chosen = {"kills": kills, "fences": fences, "seed": seed, "world_size": arguments.world_size}
     try:
-        summary = asyncio.run(oracle(directory, **chosen))
+        with TrainerParent() as parent:
+            summary = asyncio.run(oracle(directory, parent, **chosen))
     except BaseException:
         console.print(f"the runs are kept in {directory}")
         raise

@@ -1,9 +1,9 @@
 """Trainers of the oracle: real trainer processes, forked from a parent that has imported everything once.
 
-usage: oracle_trainer.py RUN_DIR WORLD_SIZE      then, a line each on stdin: `start PORT` (answers a pid per rank), `poll PID`
-(`none` or an exit code, negative for a signal), `wait PID`. A forked child is a trainer like any other from
-`workers.trainer.run` on; what it does not do again is start an interpreter and import torch. Its writes to the intake log are
-short ones, as a kernel may make them, so that a kill can leave part of a record.
+A line each on stdin: `start WORLD_SIZE PORT RUN_DIR` (answers a pid per rank), `poll PID` (`none` or an exit code, negative for
+a signal), `wait PID`. A forked child is a trainer like any other from `workers.trainer.run` on; what it does not do again is
+start an interpreter and import torch. Its writes to the intake log are short ones, as a kernel may make them, so that a kill
+can leave part of a record.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ SHORT_WRITE_BYTES = 512
 
 
 def main() -> None:
-    run_dir, world_size = Path(sys.argv[1]), int(sys.argv[2])
     print("ready", flush=True)
     for line in sys.stdin:
-        name, argument = line.split()
+        name, argument, *more = line.rstrip("\n").split(" ", 3)
         if name == "start":
-            print(*(_fork(run_dir, rank, world_size, argument) for rank in range(world_size)), flush=True)
+            port, run_dir = more
+            print(*(_fork(Path(run_dir), rank, int(argument), port) for rank in range(int(argument))), flush=True)
         else:
             found, status = os.waitpid(int(argument), os.WNOHANG if name == "poll" else 0)
             print("none" if found == 0 else os.waitstatus_to_exitcode(status), flush=True)
@@ -58,6 +58,7 @@ def _trainer(run_dir: Path, rank: int, world_size: int, port: str) -> None:
     try:
         os.setpgid(0, 0)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(os.open(run_dir / "stderr.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
         os.dup2(2, 1)
         if world_size > 1:
             torchrun = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

@@ -58,10 +58,46 @@ SETTINGS: Mapping[str, Any] = {
 MANY_SEGMENTS = {"checkpoint.log_segment_bytes": 16384}
 
 
+class TrainerParent:
+    """The process that trainers are forked from: it has imported everything once."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "oracle_trainer.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")},
+        )
+
+    def __enter__(self) -> TrainerParent:
+        assert self._answer() == "ready"
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(10)
+        self._process.stdout.close()
+
+    def ask(self, line: str) -> str:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+
 class World:
     """A context manager around server and trainers; `feeding()` around the feeder."""
 
-    def __init__(self, run_dir: Path, stream: RecordedStream, *, world_size: int = 1, **chosen: Any) -> None:
+    def __init__(
+        self, run_dir: Path, stream: RecordedStream, parent: TrainerParent, *, world_size: int = 1, **chosen: Any
+    ) -> None:
         model = run_dir.parent / "model"
         if not model.exists():
             save_tiny_model(model, TinyModel.LLAMA, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8)
@@ -71,44 +107,29 @@ class World:
         self.run_id = identity.run_id
         self.marks = Marks(run_dir / "marks.bin", world_size)
         self._stream = stream
+        self._parent = parent
         self._server = EmbeddedRedis(self.layout.redis_dir)
         self._server.start()
         settings = {"run_dir": run_dir, "model.path": model, "redis.url": self._server.url, **SETTINGS, **chosen}
         settings["trainer.world_size"] = world_size
         self.config: RunConfig = load_config(None, [f"--{key}={value}" for key, value in settings.items()], {}).config
         write_config(self.config, self.layout)
-        self._stderr = (run_dir / "stderr.txt").open("ab")
-        self._parent = subprocess.Popen(
-            [sys.executable, str(HERE / "oracle_trainer.py"), str(run_dir), str(world_size)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            text=True,
-            env={**os.environ, **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")},
-        )
         self._alive: set[int] = set()
         self._ended: dict[int, int] = {}
         self._version = 0
         self._metrics_read = 0  # bytes of the metrics file, to the end of its last whole line
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.layout.checkpoints_dir
-
     def __enter__(self) -> World:
-        assert self._answer() == "ready", self.errors()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for pid in [*self._alive]:
             self.kill(pid)
-        assert self._parent.stdin is not None
-        assert self._parent.stdout is not None
-        self._parent.stdin.close()
-        self._parent.wait(10)
-        self._parent.stdout.close()
-        self._stderr.close()
         self._server.stop()
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.layout.checkpoints_dir
 
     @asynccontextmanager
     async def feeding(self) -> AsyncIterator[Feeder]:
@@ -128,13 +149,14 @@ class World:
     # -- trainers ----------------------------------------------------------------------------------------------------
     def start(self) -> list[int]:
         """A trainer: the pids of its ranks."""
-        pids = [int(pid) for pid in self._ask(f"start {_free_port() if self.world_size > 1 else 0}").split()]
+        port = _free_port() if self.world_size > 1 else 0
+        pids = [int(pid) for pid in self._parent.ask(f"start {self.world_size} {port} {self.layout.root}").split()]
         self._alive.update(pids)
         return pids
 
     def exit_code(self, pid: int) -> int | None:
         """None while it runs, negative for a signal."""
-        if pid in self._alive and (answer := self._ask(f"poll {pid}")) != "none":
+        if pid in self._alive and (answer := self._parent.ask(f"poll {pid}")) != "none":
             self._alive.discard(pid)
             self._ended[pid] = int(answer)
         return self._ended.get(pid)
@@ -143,25 +165,16 @@ class World:
         """SIGKILL, and wait until it is dead."""
         if pid in self._alive:
             os.kill(pid, signal.SIGKILL)
-            self._ended[pid] = int(self._ask(f"wait {pid}"))
+            self._ended[pid] = int(self._parent.ask(f"wait {pid}"))
             self._alive.discard(pid)
 
-    def _ask(self, line: str) -> str:
-        assert self._parent.stdin is not None
-        self._parent.stdin.write(f"{line}\n")
-        self._parent.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> str:
-        assert self._parent.stdout is not None
-        return self._parent.stdout.readline().strip()
-
     def errors(self) -> str:
-        return (self.layout.root / "stderr.txt").read_text()[-3000:]
+        path = self.layout.root / "stderr.txt"
+        return path.read_text()[-3000:] if path.exists() else "it said nothing"
 
     def last_word(self, pid: int) -> str:
         """The class of the error that a trainer ended with."""
-        words = [line.split() for line in (self.layout.root / "stderr.txt").read_text().splitlines()]
+        words = [line.split() for line in self.errors().splitlines()]
         return next((word[1] for word in reversed(words) if len(word) == 2 and word[0] == str(pid)), "nothing")
 
     # -- what can be seen --------------------------------------------------------------------------------------------
@@ -217,7 +230,8 @@ class World:
             state = await registry.state()
             await registry.close()
         log = (sorted(task_ends(index).items()), list(index.groups), index.num_steps)
-        return f"{digest.hexdigest()} {queue} {xxhash.xxh3_64_hexdigest(repr(log))} {xxhash.xxh3_64_hexdigest(repr(state))}"
+        digest_of = (xxhash.xxh3_64_hexdigest(repr(part).encode()) for part in (log, state))
+        return " ".join([digest.hexdigest(), str(queue), *digest_of])
 
 
 def ledger_of(world: World) -> dict[str, Any]:
