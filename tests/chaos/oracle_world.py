@@ -77,8 +77,9 @@ class TrainerParent:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self._process.kill()  # it holds nothing, and takes its time to end by itself
+        self._process.wait()
         self._process.stdin.close()
-        self._process.wait(10)
         self._process.stdout.close()
 
     def ask(self, line: str) -> str:
