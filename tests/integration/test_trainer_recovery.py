@@ -253,6 +253,30 @@ async def test_a_trainer_that_dies_there_trains_everything_once_and_alike(
     assert_every_step_once(run, BATCHES)
 
 
+async def test_what_was_trained_before_its_acknowledgement_is_not_trained_again(
+    make_run: Callable[..., Run], uninterrupted: Mapping[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue takes its time with an acknowledgement; the groups are in the log, so they train; then the trainer dies."""
+    run = make_run(trainer__steps_per_batch=2)
+    finish, calls = MemoryStreams.finish, 0
+
+    async def slow(queue: MemoryStreams, *arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            await until_true(lambda: run.version() == 4)
+            raise Crash
+        await finish(queue, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryStreams, "finish", slow)
+        await run.dies(BATCHES)
+    assert len(await run.queue.outstanding()) == GROUPS_PER_STEP  # trained, and still in the queue
+    await run.to_the_end(BATCHES)
+    assert_identical(run.weights, uninterrupted)
+    assert_every_step_once(run, BATCHES)
+
+
 async def test_a_run_stopped_in_its_schedule_goes_on_in_it(make_run: Callable[..., Run]) -> None:
     """Warm-up over 10 of 100 steps, then a decline; stopped at 20: step 21 is the uninterrupted run's step 21."""
     settings = {"trainer__warmup_steps": 10, "trainer__max_steps": 100, "trainer__schedule": "linear"}
