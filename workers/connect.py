@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 from async_rl.errors import WorkStalled
 from async_rl.launch.embedded_redis import resolve_url
+from async_rl.logs import Event, get_logger
 from protocol.redis_streams import RedisStreams
 from workers.arguments import RoleArguments, describe, main_cause
 
@@ -53,7 +54,7 @@ async def run_until_stopped(work: Coroutine[Any, Any, T], stop: Callable[[], Non
         loop.add_signal_handler(one, on_signal)
     try:
         return await task
-    except BaseExceptionGroup as error:
+    except BaseException as error:
         if isinstance(stalled := main_cause(error), WorkStalled):
             _end_at_once(stalled)
         raise
@@ -65,6 +66,7 @@ async def run_until_stopped(work: Coroutine[Any, Any, T], stop: Callable[[], Non
 def _end_at_once(error: WorkStalled) -> NoReturn:
     """A thread that hangs would keep an ordinary end waiting for ever: say where every thread is, and go."""
     message, code = describe(error)
+    get_logger().error(Event.ROLE_FAILED, error=message)
     faulthandler.dump_traceback(sys.__stderr__ or 2)
     print(f"error: {message}", file=sys.stderr, flush=True)
     os._exit(code)

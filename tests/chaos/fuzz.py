@@ -3,7 +3,7 @@
     python tests/chaos/fuzz.py [--smoke] [--seconds 600] [--seed N] [--out runs/fuzz]
 
 1. Decoder: for every frame, `decode` answers with a message or raises CodecError; nothing else. It is quick (no frame takes
-   longer than a second), executes nothing (an audit hook listens for imports, processes, files, compilation), and keeps no
+   a second of the processor), executes nothing (an audit hook listens for imports, processes, files, compilation), and keeps no
    memory. What it accepts can be encoded again, and reads back as the same bytes.
 2. Stream: bad entries between good ones, through a real server into a real intake log. Every good group ends up in the log,
    every bad one in `dead` with a reason, every task has ended.
@@ -78,7 +78,7 @@ def fuzz_decoder(seconds: float, random_: random.Random) -> dict[str, object]:
     while time.monotonic() < end or number < WARM_FRAMES // 10:
         name, frame = bad_frame(number, random_)
         _is_decoding = True
-        started = time.perf_counter()
+        started = time.thread_time()  # of the processor: a busy machine does not make a frame slow
         try:
             message = decode(frame)
             outcome = "accepted"
@@ -87,7 +87,7 @@ def fuzz_decoder(seconds: float, random_: random.Random) -> dict[str, object]:
             reasons[str(error).split(":")[0][:40]] += 1
         finally:
             _is_decoding = False
-        slowest = max(slowest, time.perf_counter() - started)
+        slowest = max(slowest, time.thread_time() - started)
         assert not _seen, f"decoding {frame!r} did {_seen}"
         assert slowest < SLOWEST_S, f"decoding {frame[:100]!r}… took {slowest:.1f} s"
         if outcome == "accepted":
