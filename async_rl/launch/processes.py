@@ -17,8 +17,13 @@ TAIL_BYTES = 16_384
 OWN_ERROR = "error: "  # how our commands end when they fail on purpose
 UNFORESEEN = "error: unexpected"
 LEASH = Path(__file__).with_name("leash.py")
-ALLOCATOR: Mapping[str, str] = {"MALLOC_MMAP_THRESHOLD_": str(64 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(256 * 2**20)}
-"""glibc keeps blocks of up to 64 MiB instead of giving them back at every batch: fresh pages cost more than filling them."""
+ALLOCATOR: Mapping[str, str] = {
+    "MALLOC_MMAP_THRESHOLD_": str(64 * 2**20),
+    "MALLOC_TRIM_THRESHOLD_": str(256 * 2**20),
+    "MALLOC_ARENA_MAX": "1",
+}
+"""glibc keeps blocks of up to 64 MiB instead of giving them back at every batch: fresh pages cost more than filling them. And it
+keeps them once: steps run in changing threads, and an arena for each would hold the largest step that the thread ever ran."""
 
 
 @dataclass(frozen=True, slots=True)
