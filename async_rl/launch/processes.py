@@ -22,8 +22,8 @@ ALLOCATOR: Mapping[str, str] = {
     "MALLOC_TRIM_THRESHOLD_": str(256 * 2**20),
     "MALLOC_ARENA_MAX": "1",
 }
-"""glibc keeps blocks of up to 64 MiB instead of giving them back at every batch: fresh pages cost more than filling them. And it
-keeps them once: steps run in changing threads, and an arena for each would hold the largest step that the thread ever ran."""
+"""glibc keeps blocks of up to 64 MiB instead of giving them back at every batch: fresh pages cost more than filling them.
+And it keeps them once: steps run in changing threads; an arena for each would hold the largest step it ever ran."""
 
 
 @dataclass(frozen=True, slots=True)
