@@ -89,12 +89,19 @@ def _pickle(frame: bytes, random_: random.Random) -> bytes:
 
 
 # -- structure -----------------------------------------------------------------------------------------------------------
-def _nodes(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Paths of everything in the tree, the root included."""
-    found = [path]
-    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, child in children:
-        found += _nodes(child, (*path, name))
+DEEPEST = 200
+
+
+def _nodes(tree: Any) -> list[tuple[Any, ...]]:
+    """Paths of everything in the tree, the root included, down to DEEPEST: what is nested twice must still be packed."""
+    found: list[tuple[Any, ...]] = []
+    left: list[tuple[tuple[Any, ...], Any]] = [((), tree)]
+    while left:
+        path, value = left.pop()
+        found.append(path)
+        if len(path) < DEEPEST:
+            children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+            left += [((*path, name), child) for name, child in children]
     return found
 
 
