@@ -42,6 +42,7 @@ from async_rl.trainer.replay import newest_checkpoint, replay
 FULL, SMOKE = (200, 10), (15, 2)  # kills, fences
 PATIENCE_S = 4.0  # for the moment that a kill is aimed at; then it is killed where it is
 DEADLINE_S = 60.0
+SETTLED_S = 3.0  # a checkpoint, and what follows one, are written beside training
 POLL_S, LOOK_S = 0.0005, 0.005  # for a mark; for a process
 OTHER_RANK_PHASES = (Phase.LOAD, Phase.STEP, Phase.COPY, Phase.WRITE)
 FENCED_PHASES = (
@@ -243,15 +244,15 @@ def _even(batches: int) -> int:
 
 
 async def _settled(world: World, version: int) -> str:
-    """Everything, once the newest trainer has reached `version` and has nothing left to do."""
+    """Everything, once the newest trainer has reached `version`, and nothing that it does beside has changed it for SETTLED_S."""
     deadline = time.monotonic() + DEADLINE_S
-    same, last = 0, ""
-    while world.version() < version or same < 4:
+    since, last = time.monotonic(), ""
+    while world.version() < version or time.monotonic() - since < SETTLED_S:
         assert time.monotonic() < deadline, f"the new trainer does not come to rest: {world.errors()}"
         await asyncio.sleep(0.1)
-        if world.version() >= version:
-            now = await world.everything()
-            same, last = (same + 1 if now == last else 0), now
+        now = await world.everything() if world.version() >= version else ""
+        if now != last or not now:
+            since, last = time.monotonic(), now
     return last
 
 
@@ -268,21 +269,7 @@ async def oracle(
     """Run it all and return the summary."""
     rng, stream = random.Random(seed), RecordedStream()
     started = time.monotonic()
-    with World(directory / "killed", stream, parent, world_size=world_size, **MANY_SEGMENTS) as killed:
-        torment = Torment(killed, rng)
-        batches = await torment.run(plan(kills, world_size, rng))
-    with_kills_s = time.monotonic() - started
-    with World(directory / "straight", stream, parent, world_size=world_size) as straight:
-        await run_straight(straight, batches)
-    summary: dict[str, Any] = {
-        "kills": len(torment.kills),
-        "steps": batches,
-        "world_size": world_size,
-        "seconds": round(with_kills_s, 1),
-        **compare(killed, straight, batches),
-        **tables(torment.kills),
-        "seed": seed,
-    }
+    summary: dict[str, Any] = {"seed": seed, "world_size": world_size}
     if fences and world_size == 1:
         with World(directory / "fenced", stream, parent, **MANY_SEGMENTS) as fenced:
             ends = await run_with_fences(fenced, fences, rng)
@@ -292,8 +279,22 @@ async def oracle(
             "fenced_audit_exact": ledger_of(fenced)["exact"],
             "fenced_identical_to_replay": replays(fenced),
         }
-    summary["seconds_in_all"] = round(time.monotonic() - started, 1)
-    return summary
+    begun = time.monotonic()
+    with World(directory / "killed", stream, parent, world_size=world_size, **MANY_SEGMENTS) as killed:
+        torment = Torment(killed, rng)
+        batches = await torment.run(plan(kills, world_size, rng))
+    with_kills_s = time.monotonic() - begun
+    with World(directory / "straight", stream, parent, world_size=world_size) as straight:
+        await run_straight(straight, batches)
+    return {
+        "kills": len(torment.kills),
+        "steps": batches,
+        "seconds": round(with_kills_s, 1),
+        "seconds_in_all": round(time.monotonic() - started, 1),
+        **compare(killed, straight, batches),
+        **tables(torment.kills),
+        **summary,
+    }
 
 
 def compare(killed: World, straight: World, batches: int) -> dict[str, Any]:
