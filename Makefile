@@ -100,7 +100,7 @@ format: install-dev  ## Format, and fix what can be fixed
 bench: install-dev  ## Measure against baselines; figures in runs/bench/<name>.json
 	@for bench in $(BENCHES); do echo "== $$bench"; $(BIN)/python $$bench --out $(OUT) $(ARGS); done
 
-verify: check test test-vllm test-chaos test-sandbox test-fuzz test-soak bench  ## Everything, in full
+verify: check test test-vllm test-chaos test-oracle test-sandbox test-fuzz test-soak bench  ## Everything, in full
 	$(MAKE) demo ARGS="--run_dir=runs/verify-demo"
 
 docs: install-dev  ## Write the generated pages

@@ -244,7 +244,7 @@ def _even(batches: int) -> int:
 
 
 async def _settled(world: World, version: int) -> str:
-    """Everything, once the newest trainer has reached `version`, and nothing that it does beside has changed it for SETTLED_S."""
+    """Everything, once the newest trainer has reached `version` and it has not changed for SETTLED_S."""
     deadline = time.monotonic() + DEADLINE_S
     since, last = time.monotonic(), ""
     while world.version() < version or time.monotonic() - since < SETTLED_S:
