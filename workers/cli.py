@@ -183,6 +183,24 @@ def show(
         print_group(group, lambda ids: str(tokenizer.decode(list(ids))), Console(), members=members)
 
 
+@app.command()
+def validate(
+    run_dir: RunDir,
+    tokens: Annotated[int, typer.Option(min=0, help="Tokens to recompute of each version at hand.")] = 4096,
+    debug: Debug = False,
+) -> int:
+    """Look again at what a run trained: masks, stop tokens, versions, rewards, advantages, logprobs recomputed. 1: faults."""
+    from async_rl.checks.validate import print_report
+    from async_rl.launch.validate import validate_run
+
+    del debug
+    report = validate_run(run_dir, tokens=tokens)
+    print_report(report, Console())
+    if not report.holds:
+        print(f"trajectories that failed are in {run_dir}/quarantine, token by token")
+    return 0 if report.holds else 1
+
+
 @app.command("config")
 def config_command(
     context: typer.Context,

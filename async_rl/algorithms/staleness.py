@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from async_rl.algorithms.dapo import has_signal, is_truncated
+from async_rl.algorithms.records import layout_is_consistent, record_fault
 from protocol.messages import EndReason, FinishReason, Trajectory, TrajectoryGroup
 
 TooOld: TypeAlias = Literal["mask", "drop"]
@@ -53,6 +54,10 @@ class InvalidReason(StrEnum):
     ABORTED = "aborted"  # sampling was cancelled
     EMPTY = "empty"  # no token to train
     NO_CONTEXT = "no_context"  # its very first token is marked as trained: nothing precedes it
+    TRAINED_OUTSIDE_TURNS = "trained_outside_turns"  # a token that the policy did not sample is in the loss mask
+    STOP_TOKEN = "stop_token"  # a stop token is untrained, or inside a turn
+    POSITIVE_LOGPROB = "positive_logprob"  # a probability above 1
+    LOGPROBS_DIFFER = "logprobs_differ"  # recomputed at the version that sampled them, they are others (found by the trainer)
     UNVERSIONED = "unversioned"  # a trained token is in no version span
     FUTURE_VERSION = "future_version"  # sampled by a version that the trainer has not reached
     NON_FINITE_LOGPROB = "non_finite_logprob"  # NaN or infinity at a trained token
@@ -193,12 +198,19 @@ NO_RULES = DropRules()
 
 
 def judge(
-    group: TrajectoryGroup, *, current_version: int, max_lag: int, stragglers: TooOld, rules: DropRules = NO_RULES
+    group: TrajectoryGroup,
+    *,
+    current_version: int,
+    max_lag: int,
+    stragglers: TooOld,
+    rules: DropRules = NO_RULES,
+    quarantined: Mapping[int, InvalidReason] | None = None,
 ) -> GroupVerdict:
     """Return what a step at `current_version` (optimizer steps applied before it) does with each trajectory of `group`.
 
     stragglers: a trajectory with lag > max_lag is dropped whole (`drop`), or only its tokens older than max_lag leave the
     loss (`mask`); a trajectory without a younger trained token is dropped either way. rules: what else is dropped.
+    quarantined: members that a check of the trainer's found to be invalid, and why.
     Raises: ValueError if max_lag or current_version is negative, or stragglers is neither.
     """
     if max_lag < 0 or current_version < 0:
@@ -206,6 +218,9 @@ def judge(
     if stragglers not in ("mask", "drop"):
         raise ValueError(f"stragglers={stragglers!r}: must be 'mask' or 'drop'")
     verdicts = [_judge_trajectory(trajectory, current_version, max_lag, stragglers) for trajectory in group.trajectories]
+    for member, reason in (quarantined or {}).items():
+        if verdicts[member].in_baseline:
+            verdicts[member] = replace(verdicts[member], verdict=Verdict.INVALID, num_trained=0, reason=reason)
     if rules.truncated:
         verdicts = [
             _dropped(verdict, DropReason.TRUNCATED) if is_truncated(trajectory) else verdict
@@ -247,20 +262,8 @@ def _judge_trajectory(trajectory: Trajectory, current_version: int, max_lag: int
     return TrajectoryVerdict(verdict, lag, lag_in_flight, num_tokens, num_young)
 
 
-def _has_consistent_layout(trajectory: Trajectory) -> bool:
-    """Arrays of one length; spans ascend without overlap; spans and turns end within the sequence."""
-    length = len(trajectory.token_ids)
-    end = 0
-    for span in trajectory.versions:
-        if span.start < end or span.end > length:
-            return False
-        end = span.end
-    same_length = length == len(trajectory.loss_mask) == len(trajectory.behavior_logprobs)
-    return same_length and all(turn.end <= length for turn in trajectory.turns)
-
-
 def _record_fault(trajectory: Trajectory, num_tokens: int) -> InvalidReason | None:
-    if not _has_consistent_layout(trajectory):
+    if not layout_is_consistent(trajectory):
         return InvalidReason.LENGTH_MISMATCH
     if trajectory.finish_reason is FinishReason.ABORTED:
         return InvalidReason.ABORTED
@@ -268,10 +271,8 @@ def _record_fault(trajectory: Trajectory, num_tokens: int) -> InvalidReason | No
         return InvalidReason.EMPTY
     if trajectory.loss_mask[0]:
         return InvalidReason.NO_CONTEXT
-    finite = np.isfinite(trajectory.behavior_logprobs)
-    if not finite.all() and not finite[trajectory.loss_mask != 0].all():
-        return InvalidReason.NON_FINITE_LOGPROB
-    return None
+    fault = record_fault(trajectory)
+    return None if fault is None else InvalidReason(fault.value)
 
 
 def _version_fault(trajectory: Trajectory, num_tokens: int, current_version: int) -> InvalidReason | None:

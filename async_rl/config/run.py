@@ -10,7 +10,7 @@ from pydantic import Field
 from async_rl.config.algorithm import AlgorithmConfig
 from async_rl.config.base import StrictModel
 from async_rl.config.rollout import DataConfig, EnvironmentConfig, RewardConfig, RolloutConfig
-from async_rl.config.trainer import CheckpointConfig, StalenessConfig, TrainerConfig, WeightsConfig
+from async_rl.config.trainer import CheckpointConfig, StalenessConfig, TrainerConfig, ValidationConfig, WeightsConfig
 from protocol.tls import TlsFiles
 
 
@@ -107,6 +107,7 @@ class RunConfig(StrictModel):
     staleness: StalenessConfig = StalenessConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
+    validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     weights: WeightsConfig = WeightsConfig()
     redis: RedisConfig = RedisConfig()

@@ -67,6 +67,18 @@ class TrainerConfig(StrictModel):
     """The trainer gives up, and says whom it waited for, when no group arrives for this long."""
 
 
+class ValidationConfig(StrictModel):
+    """What the trainer looks at before it trains."""
+
+    tokens_per_step: int = Field(1024, ge=0)
+    """Tokens whose logprobs are recomputed before a batch is drawn, of trajectories that the present version sampled; 0: none.
+    Masks, stop tokens, versions and lengths are checked on all."""
+    tolerance: float = Field(1e-3, gt=0)
+    """Largest |recorded − recomputed| logprob in float32, nats; in bfloat16 the mean may be ten times the noise at load."""
+    keep_files: int = Field(100, ge=0)
+    """Trajectories that fail are written to run_dir/quarantine, up to this many."""
+
+
 class CheckpointConfig(StrictModel):
     """When checkpoints are written, how many are kept, and what the intake log keeps beside them."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
@@ -78,6 +79,19 @@ def _refuse_made_up_weights(directory: Path, info: dict[str, Any]) -> None:
             f"model.path={directory} lacks {len(missing)} of the model's tensors or has them in another shape "
             f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); save the whole model with save_pretrained"
         )
+
+
+def read_tensor(path: Path | str, name: str) -> torch.Tensor:
+    """One tensor of a model directory, by its name in the safetensors files.
+
+    Raises: DataError if no file has it.
+    """
+    directory = model_directory(path)
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            if name in tensors.keys():  # noqa: SIM118 - no mapping: it has keys() alone
+                return cast(torch.Tensor, tensors.get_tensor(name))
+    raise DataError(f"model.path={directory} has no tensor {name!r}; save the whole model with save_pretrained")
 
 
 @contextmanager

@@ -76,6 +76,11 @@ class RunLayout:
         """A model that the run made itself (demo)."""
         return self.root / "model"
 
+    @property
+    def quarantine_dir(self) -> Path:
+        """Trajectories whose records cannot be trusted, a text file each."""
+        return self.root / "quarantine"
+
     def worker_metrics_jsonl(self, worker_id: str) -> Path:
         """Busy and idle seconds of one worker, a line every few seconds."""
         return self.logs_dir / f"{worker_id}.metrics.jsonl"

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from async_rl.algorithms.staleness import (
     NO_RULES,
     DropReason,
     DropRules,
     GroupVerdict,
+    InvalidReason,
     Stragglers,
     TooOld,
     judge,
@@ -57,9 +58,18 @@ class BatchSettings:
             rules=DropRules(config.algorithm.mask_truncated, config.algorithm.dynamic_sampling),
         )
 
-    def judge(self, group: TrajectoryGroup, version: int) -> GroupVerdict:
-        """What a step at `version` does with a group."""
-        return judge(group, current_version=version, max_lag=self.max_lag, stragglers=self.too_old, rules=self.rules)
+    def judge(
+        self, group: TrajectoryGroup, version: int, quarantined: Mapping[int, InvalidReason] | None = None
+    ) -> GroupVerdict:
+        """What a step at `version` does with a group, of which some members may be `quarantined`."""
+        return judge(
+            group,
+            current_version=version,
+            max_lag=self.max_lag,
+            stragglers=self.too_old,
+            rules=self.rules,
+            quarantined=quarantined,
+        )
 
     @property
     def too_old(self) -> TooOld:
@@ -83,16 +93,27 @@ class _Pending:
     group: TrajectoryGroup
     version: int = -1
     verdict: GroupVerdict | None = None
+    is_vetted: bool = False
+    quarantined: dict[int, InvalidReason] = field(default_factory=dict)
 
 
 class Intake:
     """The log's writer and the queue of groups that wait for a step."""
 
-    def __init__(self, streams: Streams, log: IntakeLog, settings: BatchSettings) -> None:
+    def __init__(
+        self,
+        streams: Streams,
+        log: IntakeLog,
+        settings: BatchSettings,
+        *,
+        on_invalid: Callable[[TrajectoryGroup, int, InvalidReason], object] = lambda group, member, reason: None,
+    ) -> None:
+        """on_invalid: told of every invalid member of a group when a step ends it."""
         self._streams = streams
         self._log = log
         self._settings = settings
         self._events = get_logger()
+        self._on_invalid = on_invalid
         self._pending: dict[str, _Pending] = {}
         self._discarded = sum(count for end, count in count_ends(log.index).items() if end != EndReason.TRAINED)
         self._writing = asyncio.Lock()
@@ -162,6 +183,20 @@ class Intake:
         await self._write([EndRecord(unused, issued)])
         self._pending.clear()
         return unused
+
+    # -- looked at before a step ------------------------------------------------------------------------------------------
+    def take_unvetted(self, version: int) -> list[TrajectoryGroup]:
+        """Trainable groups that this was not asked for before, oldest first."""
+        fresh = [pending for task_id in self._trainable(version) if not (pending := self._pending[task_id]).is_vetted]
+        for pending in fresh:
+            pending.is_vetted = True
+        return sorted((pending.group for pending in fresh), key=oldest_version)
+
+    def quarantine(self, task_id: str, member: int, reason: InvalidReason) -> None:
+        """Make a member of a waiting group invalid: whatever step ends the group says so."""
+        pending = self._pending[task_id]
+        pending.quarantined[member] = reason
+        pending.version = -1
 
     # -- log → steps -------------------------------------------------------------------------------------------------
     def has_batch(self, version: int, *, steps: int) -> bool:
@@ -272,7 +307,7 @@ class Intake:
         pending = self._pending[task_id]
         if pending.verdict is None or pending.version != version:
             settings = self._settings
-            pending.verdict = settings.judge(pending.group, version)
+            pending.verdict = settings.judge(pending.group, version, pending.quarantined)
             pending.version = version
         return pending.verdict
 
@@ -295,7 +330,10 @@ class Intake:
         record = StepRecord(step, version, batch, trains, uses, self._settings.seed ^ step, last, planned)
         await self._write([record])
         for use, verdict in zip(uses, verdicts, strict=True):
-            del self._pending[use.task_id]
+            pending = self._pending.pop(use.task_id)
+            for member, trajectory in enumerate(verdict.trajectories):
+                if isinstance(trajectory.reason, InvalidReason):
+                    self._on_invalid(pending.group, member, trajectory.reason)
             if use.end is not EndReason.TRAINED:
                 self._discarded += 1
                 self._say_discarded(use, verdict)

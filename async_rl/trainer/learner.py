@@ -32,7 +32,7 @@ from async_rl.trainer.distributed import Ranks
 from async_rl.trainer.intake import ComposedStep
 from async_rl.trainer.objective import step_settings
 from async_rl.trainer.packing import MicroBatch, balance, lay_out, unpack
-from async_rl.trainer.policy import PolicyModel
+from async_rl.trainer.policy import PolicyModel, load_head
 from async_rl.trainer.samples import TrainingSample
 from async_rl.trainer.schedule import Schedule
 from async_rl.trainer.step import OtherLogprobs, StepStats, make_optimizer, policy_logprobs, train_step
@@ -177,6 +177,17 @@ class Learner:
         noise = self._policy.rounding_noise
         return Tolerance(self._config.weights.probe_tolerance) if noise is None else Tolerance(3 * noise, "mean")
 
+    @property
+    def rounding_noise(self) -> float | None:
+        """Mean |bfloat16 − float32| logprob of this model, nats; None where everything computes in float32."""
+        return self._policy.rounding_noise
+
+    def scores(self, sequences: Sequence[Any], *, temperature: float, head: Path | None = None) -> list[Any]:
+        """Logprobs of int32 sequences' tokens but the first, as the policy is now; head: model directory whose head to use."""
+        payload = {"sequences": list(sequences), "temperature": temperature, "head": None if head is None else str(head)}
+        scores: list[Any] = self._call("score", payload)
+        return scores
+
     def random_sequences(self, count: int) -> list[list[int]]:
         """Token ids for a probe before anything was sampled; the same at every call."""
         generator = np.random.default_rng(0)
@@ -286,7 +297,9 @@ class Learner:
         return self._config.algorithm.proximal == "interpolate"
 
     def _do_score(self, payload: Mapping[str, Any]) -> Any:
-        return self._policy.score([s.tolist() for s in payload["sequences"]], temperature=payload["temperature"])
+        head = None if payload.get("head") is None else load_head(Path(payload["head"]), self._policy)
+        sequences = [s.tolist() for s in payload["sequences"]]
+        return self._policy.score(sequences, temperature=payload["temperature"], head_weight=head)
 
     def _do_gather(self, _: Mapping[str, Any]) -> SendBuffer | None:
         """Gather every tensor on every rank (the collective needs all); rank 0 copies it out."""

@@ -21,7 +21,9 @@ from async_rl.trainer.accounts import FinishedPushes, StepLines, TrainerClock
 from async_rl.trainer.checkpoints import Checkpoints
 from async_rl.trainer.intake import BatchSettings, ComposedStep, Intake
 from async_rl.trainer.learner import Learner, Progress, StepResult
+from async_rl.trainer.quarantine import Quarantine
 from async_rl.trainer.step_metrics import group_metrics, logprob_mismatch
+from async_rl.trainer.vetting import Vetting
 from async_rl.trainer.waiting import BatchWait
 from async_rl.weights.publisher import Publisher, PushRequest
 from protocol.keys import trainer_consumer
@@ -81,7 +83,9 @@ class TrainerLoop:
         self._log = get_logger()
         self._clock = TrainerClock(now)
         self._pushes = FinishedPushes()
-        self._wait = BatchWait(config, streams, registry, idle=learner.idle, now=now)
+        self._quarantine = Quarantine(config)
+        self._vetting = Vetting(config, learner, self._quarantine)
+        self._wait = BatchWait(config, streams, registry, idle=learner.idle, vet=self._vetting.vet, now=now)
         self._epoch = 0
         self._trained_through = 0
         self._recent: list[list[int]] = []
@@ -114,7 +118,7 @@ class TrainerLoop:
         self._log.info(
             Event.EPOCH_RAISED, epoch=self._epoch, checkpoint_version=progress.version, segments=len(log.index.sealed)
         )
-        intake = Intake(self._streams, log, BatchSettings.from_config(self._config))
+        intake = Intake(self._streams, log, BatchSettings.from_config(self._config), on_invalid=self._quarantine.add_invalid)
         progress.issued = max(progress.issued, log.index.issued or 0)
         self._trained_through = progress.groups_trained
         checkpoints = self._make_checkpoints(intake, progress)
@@ -393,4 +397,6 @@ class TrainerLoop:
             "push_blocked_s": self._clock.blocked_by_push,
             "checkpoint_blocked_s": self._clock.blocked_by_checkpoints,
             "pushes": self._pushes.take(),
+            **self._vetting.take_figures(),
+            "quarantined": self._quarantine.take_counts(),
         }

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from async_rl.errors import ConfigError, ShapeError
 from async_rl.model.attention import PACKED, PackedSegments, packed_segments
-from async_rl.model.load import load_causal_lm
+from async_rl.model.load import load_causal_lm, read_tensor
 from async_rl.model.logprobs import HeadOptions, LogitTransform, token_logprobs
 
 PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
@@ -100,11 +100,12 @@ class PolicyModel(nn.Module):
         rows: Tensor,
         temperature: float | Tensor,
         with_entropy: bool = False,
+        head_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the logprob of token t given its sequence's tokens before t at each t in rows, 0 elsewhere, and the entropies.
 
         token_ids, position_ids int64 [T]; rows int64 [N], none of them a sequence's first token; temperature one number or [N].
-        logprobs float32 [T], nats; entropy float32 [T] without gradient, or None.
+        logprobs float32 [T], nats; entropy float32 [T] without gradient, or None. head_weight: [V, h], in place of the own.
         """
         base = self.hf.base_model
         hidden = base(
@@ -116,7 +117,7 @@ class PolicyModel(nn.Module):
         head = output_head(self.hf)
         logprobs, entropy = token_logprobs(
             hidden.index_select(0, segments.previous[rows]),
-            head.weight,
+            head.weight if head_weight is None else head_weight,
             token_ids.index_select(0, rows),
             temperature=temperature,
             options=HeadOptions(transform=self.transform, chunk_tokens=self.options.chunk_tokens, with_entropy=with_entropy),
@@ -135,6 +136,7 @@ class PolicyModel(nn.Module):
         *,
         parents: Tensor | None = None,
         with_entropy: bool = False,
+        head_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return [T] logprobs where `select` (bool [T]) and 0 elsewhere, and entropies if asked for.
 
@@ -151,7 +153,7 @@ class PolicyModel(nn.Module):
         if isinstance(selected, Tensor):
             selected = selected.to(device)
         result: tuple[Tensor, Tensor | None] = self(
-            token_ids.to(device), position_ids.to(device), segments, rows.to(device), selected, with_entropy
+            token_ids.to(device), position_ids.to(device), segments, rows.to(device), selected, with_entropy, head_weight
         )
         if not torch.is_grad_enabled():
             self._reshard()
@@ -169,11 +171,16 @@ class PolicyModel(nn.Module):
 
     @torch.no_grad()
     def score(
-        self, sequences: Sequence[Sequence[int]], *, temperature: float, max_tokens: int = 8192
+        self,
+        sequences: Sequence[Sequence[int]],
+        *,
+        temperature: float,
+        max_tokens: int = 8192,
+        head_weight: Tensor | None = None,
     ) -> list[npt.NDArray[np.float32]]:
         """Return the logprobs of each sequence's tokens but the first ([len − 1], nats). Every rank must call it.
 
-        Sequences run packed, in passes of at most max_tokens tokens (a longer one alone).
+        Sequences run packed, in passes of at most max_tokens tokens (a longer one alone). head_weight: as in `forward`.
         """
         scores: list[npt.NDArray[np.float32]] = []
         for group in _passes([len(sequence) for sequence in sequences], max_tokens):
@@ -181,7 +188,9 @@ class PolicyModel(nn.Module):
             cu_seqlens = torch.tensor(np.cumsum([0, *(len(member) for member in members)]), dtype=torch.int32)
             token_ids = torch.cat([torch.as_tensor(np.asarray(member, dtype=np.int64)) for member in members])
             position_ids = torch.cat([torch.arange(len(member)) for member in members])
-            logprobs, _ = self.logprobs(token_ids, position_ids, cu_seqlens, position_ids > 0, temperature)
+            logprobs, _ = self.logprobs(
+                token_ids, position_ids, cu_seqlens, position_ids > 0, temperature, head_weight=head_weight
+            )
             values = logprobs.float().cpu().numpy()
             bounds = cu_seqlens.tolist()
             scores.extend(values[start + 1 : end].copy() for start, end in pairwise(bounds))
@@ -248,6 +257,16 @@ def shard_policy(policy: PolicyModel, mesh: DeviceMesh) -> None:
 def output_head(hf: PreTrainedModel) -> nn.Linear:
     """Return the layer that turns hidden states into logits."""
     return cast(nn.Linear, cast(Any, hf).get_output_embeddings())
+
+
+def load_head(directory: Path, policy: PolicyModel) -> Tensor:
+    """The output layer's weight of a model directory of the policy's architecture, [V, h], on the policy's device.
+
+    Raises: DataError if it has none.
+    """
+    weight = output_head(policy.hf).weight
+    name = next(name for name, parameter in policy.hf.named_parameters() if parameter is weight)
+    return read_tensor(directory, name).to(device=policy.device, dtype=torch.float32)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

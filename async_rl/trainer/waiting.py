@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from async_rl.config.run import RunConfig
 from async_rl.errors import DataError, DeadlineExceeded
@@ -23,6 +23,7 @@ class BatchWait:
     """Draws the next batch as soon as there is one.
 
     arrived: set by whoever takes groups in. stopping: ends the wait. idle: called in a thread at every slice of the wait.
+    vet: looks at the waiting groups before a batch is drawn from them.
     """
 
     def __init__(
@@ -32,12 +33,14 @@ class BatchWait:
         registry: VersionRegistry,
         *,
         idle: Callable[[], None],
+        vet: Callable[[Intake, int], Awaitable[object]] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._streams = streams
         self._registry = registry
         self._idle = idle
+        self._vet = vet
         self._now = now
         self._log = get_logger()
         self.stragglers = StragglerWait(streams, config.staleness, now=now)
@@ -86,6 +89,8 @@ class BatchWait:
         if await self.stragglers.holds(intake, version, steps=steps):
             await intake.end_untrainable(version)
             return []
+        if self._vet is not None and intake.has_batch(version, steps=steps):
+            await self._vet(intake, version)
         return await intake.compose_batch(version, steps=steps, partial=False)
 
     async def _keep_waiting(self, waited: float, said: bool, intake: Intake) -> bool:

@@ -71,6 +71,7 @@ class PaddedPolicy(PolicyModel):
         rows: Tensor,
         temperature: float | Tensor,
         with_entropy: bool = False,
+        head_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         padded = torch.zeros(self.mask.numel(), dtype=torch.int64).index_copy(0, self.slots, token_ids).view(self.mask.shape)
         output = self.hf.base_model(input_ids=padded, attention_mask=self.mask.long(), use_cache=False)

@@ -1,0 +1,116 @@
+"""Before a batch is drawn: recompute the logprobs of a sample of what waits, at the version that sampled it, and compare.
+
+Policy and behavior logprob of such a token are one number, unless engine and trainer disagree. What fails is quarantined before
+any step may train it; the step's record says so, so a replay does not depend on this check.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from async_rl.algorithms.parity import Floats, Guess, ParityLimit, ParityReport, comparable, compare
+from async_rl.algorithms.records import record_fault
+from async_rl.algorithms.staleness import InvalidReason
+from async_rl.config.run import RunConfig
+from async_rl.trainer.intake import Intake
+from async_rl.trainer.learner import Learner
+from async_rl.trainer.quarantine import Quarantine
+from protocol.messages import Trajectory, TrajectoryGroup
+
+
+class Vetting:
+    """One per trainer; rank 0 decides, every rank scores."""
+
+    def __init__(self, config: RunConfig, learner: Learner, quarantine: Quarantine) -> None:
+        self._config = config
+        self._learner = learner
+        self._quarantine = quarantine
+        self._tokens = 0
+        self._failed = 0
+        self._gap_max = 0.0
+
+    def take_figures(self) -> dict[str, Any]:
+        """Of the metrics line: what was compared since the last one."""
+        figures = {
+            "validated_tokens": self._tokens,
+            "validation_failed": self._failed,
+            "validation_gap_max": self._gap_max if self._tokens else None,
+        }
+        self._tokens, self._failed, self._gap_max = 0, 0, 0.0
+        return figures
+
+    async def vet(self, intake: Intake, version: int) -> None:
+        """Compare up to validation.tokens_per_step tokens of groups not seen before; quarantine what fails."""
+        chosen = self._choose(intake.take_unvetted(version), version)
+        if not chosen:
+            return
+        for group, member, report, recomputed in await asyncio.to_thread(self._compare, chosen, version):
+            self._tokens += report.num_tokens
+            self._gap_max = max(self._gap_max, report.gap_max)
+            if not report.holds:
+                self._failed += 1
+                self._quarantine.add(group, member, InvalidReason.LOGPROBS_DIFFER, report.reason, recomputed)
+                intake.quarantine(group.task_id, member, InvalidReason.LOGPROBS_DIFFER)
+
+    def _choose(self, groups: Sequence[TrajectoryGroup], version: int) -> list[tuple[TrajectoryGroup, int]]:
+        """Members with tokens of `version`, one of each group first: a fault of one engine or task is seen sooner."""
+        room = self._config.validation.tokens_per_step
+        chosen: list[tuple[TrajectoryGroup, int]] = []
+        for member in range(max((len(group.trajectories) for group in groups), default=0)):
+            for group in groups:
+                if member >= len(group.trajectories):
+                    continue
+                trajectory = group.trajectories[member]
+                if record_fault(trajectory) is not None:  # no step trains it anyway
+                    continue
+                if len(trajectory.token_ids) <= room and comparable(trajectory, version).any():
+                    chosen.append((group, member))
+                    room -= len(trajectory.token_ids)
+        return chosen
+
+    def _compare(
+        self, chosen: Sequence[tuple[TrajectoryGroup, int]], version: int
+    ) -> list[tuple[TrajectoryGroup, int, ParityReport, Floats]]:
+        trajectories = [group.trajectories[member] for group, member in chosen]
+        limit = self._limit()
+        results = []
+        for (group, member), trajectory, own in zip(chosen, trajectories, self._scores(trajectories), strict=True):
+            report = compare(trajectory, own, comparable(trajectory, version), limit, self._guesses(trajectory, version))
+            results.append((group, member, report, own))
+        return results
+
+    def _limit(self) -> ParityLimit:
+        noise = self._learner.rounding_noise
+        return ParityLimit(self._config.validation.tolerance) if noise is None else ParityLimit(10 * noise, "mean")
+
+    def _scores(self, trajectories: Sequence[Trajectory]) -> list[Floats]:
+        temperature = trajectories[0].sampling.temperature
+        if all(t.sampling.temperature == temperature for t in trajectories):
+            return [_whole(own) for own in self._learner.scores([t.token_ids for t in trajectories], temperature=temperature)]
+        return [self._score(t, temperature=t.sampling.temperature) for t in trajectories]
+
+    def _score(self, trajectory: Trajectory, *, temperature: float, head: Path | None = None) -> Floats:
+        return _whole(self._learner.scores([trajectory.token_ids], temperature=temperature, head=head)[0])
+
+    def _guesses(self, trajectory: Trajectory, version: int) -> list[Guess]:
+        """Faults that others fell into, recomputed only where the logprobs differ."""
+        temperature = trajectory.sampling.temperature
+        guesses = []
+        if temperature != 1.0:
+            reason = f"behavior logprobs are those at temperature 1, but the tokens were sampled at {temperature:g}"
+            guesses.append(Guess(reason, lambda: self._score(trajectory, temperature=1.0)))
+        if version > 0:
+            start = self._config.model.path
+            reason = f"engine {trajectory.engine_id} computes with the output head of version 0: pushes do not reach it"
+            guesses.append(Guess(reason, lambda: self._score(trajectory, temperature=temperature, head=start)))
+        return guesses
+
+
+def _whole(scores: Any) -> Floats:
+    """[T] from the scores of all tokens but the first."""
+    return np.concatenate(([0.0], np.asarray(scores, dtype=np.float64)))
