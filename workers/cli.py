@@ -23,7 +23,7 @@ from async_rl.logs import redact_url
 from async_rl.monitor.text import program
 from workers.arguments import describe, overrides_of, run_app
 
-WITH_OVERRIDES = ("run", "demo", "config", "doctor")
+WITH_OVERRIDES = ("run", "try", "demo", "config", "doctor")
 
 app = typer.Typer(
     add_completion=False,
@@ -84,6 +84,9 @@ def run_command(
 @app.command()
 def demo(
     context: typer.Context,
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="TOML file; default: sort_digits.", show_default=False)
+    ] = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the config, print what would run.")] = False,
@@ -94,12 +97,12 @@ def demo(
     from async_rl.launch.local import RunEnd
 
     _one_of(resume, overwrite)
-    settings = demo_config(overrides_of(context), resume=resume)
+    settings = demo_config(overrides_of(context), path=config, resume=resume)
     check(settings)
     if dry_run:
         _print_plan(settings)
         return 0
-    go_on = shlex.join([program(), "demo", *overrides_of(context), "--resume"])
+    go_on = shlex.join([program(), "demo", *([str(config)] if config else []), *overrides_of(context), "--resume"])
     with _going_on(go_on, debug=debug):
         result = run_demo(settings, resume=resume, overwrite=overwrite).run
     if result.end is RunEnd.INTERRUPTED:
@@ -313,6 +316,34 @@ def check_rewards_command(
     checked = check_rewards(rows, verifier, args)
     print_checked(checked, Console())
     return 0 if all(row.agrees for row in checked) else 1
+
+
+@app.command("try")
+def try_command(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file.", show_default=False)],
+    script: Annotated[
+        Path | None, typer.Option(help="File with what the policy says, a line a turn.", show_default=False)
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="OpenAI-compatible server that acts, e.g. http://host/v1.", show_default=False)
+    ] = None,
+    served_model: Annotated[str, typer.Option(help="Name of the model at the address.")] = "",
+    row: Annotated[int, typer.Option(min=0, help="First row to play.")] = 0,
+    rows: Annotated[int, typer.Option(min=1, help="Rows to play.")] = 1,
+    members: Annotated[int, typer.Option(min=1, help="Trajectories of each row.")] = 1,
+    debug: Debug = False,
+) -> None:
+    """Play an environment without a trainer, with the config's model, a script or a server; show every token and the reward."""
+    from async_rl.launch.try_environment import Policy, print_tried, try_environment
+
+    del debug
+    if script is not None and address is not None:
+        raise ConfigError("--script and --address exclude each other: one policy acts")
+    sys.path.insert(0, str(Path.cwd()))
+    settings = _load(config, overrides_of(context))
+    groups = try_environment(settings, Policy(script, address, served_model), first_row=row, rows=rows, members=members)
+    print_tried(groups, settings, Console())
 
 
 class DeadAction(StrEnum):

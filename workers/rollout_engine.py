@@ -12,9 +12,10 @@ from async_rl.environments.load import close_environment, load_environment
 from async_rl.model.tokenizer import load_tokenizer, stop_token_ids
 from async_rl.registry.redis_registry import RedisRegistry
 from async_rl.reward.score import score_episode, score_group
+from async_rl.rollout.chat import Tokenizer
 from async_rl.rollout.engine import RolloutEngine
 from async_rl.rollout.engines import make_engine
-from async_rl.rollout.group import GroupRollout, RolloutLimits, Tokenizer
+from async_rl.rollout.group import GroupRollout, RolloutLimits
 from async_rl.rollout.loop import RolloutLoop, RolloutSettings
 from async_rl.weights.receiver import Receiver
 from protocol import event_loop
@@ -68,7 +69,13 @@ async def _work(arguments: RoleArguments, engine: RolloutEngine) -> None:
 def _group_rollout(arguments: RoleArguments, engine: RolloutEngine, environment: Environment) -> GroupRollout:
     config = arguments.config
     tokenizer = load_tokenizer(config.model.path)
-    limits = RolloutLimits(config.rollout.max_turns, engine.max_context, config.rollout.max_new_tokens)
+    limits = RolloutLimits(
+        config.rollout.max_turns,
+        engine.max_context,
+        config.rollout.max_new_tokens,
+        max_sampled=config.rollout.max_sampled,
+        max_s=config.rollout.max_trajectory_s,
+    )
     inline = config.reward.placement == "inline"
     score = partial(score_episode, environment, timeout_s=config.reward.timeout_s)
     score_together = partial(score_group, environment, timeout_s=config.reward.timeout_s)
@@ -81,6 +88,7 @@ def _group_rollout(arguments: RoleArguments, engine: RolloutEngine, environment:
         stop_token_ids=stop_token_ids(config.model.path, tokenizer),
         score=score if inline else None,
         score_group=score_together if inline and isinstance(environment, GroupScorer) else None,
+        score_session=partial(score_episode, timeout_s=config.reward.timeout_s),
         observe_timeout_s=config.reward.timeout_s,
         skip_long_prompts=config.data.on_long_prompt == "skip",
     )

@@ -31,9 +31,10 @@ class EnvironmentConfig(StrictModel):
     """What a policy acts in, and what scores it."""
 
     name: str = "sort_digits"
-    """Built-in environment (`sort_digits`, `prompt_reward`, `verify`), or `module:Class` of your own."""
+    """Built-in environment (`sort_digits`, `look_up`, `prompt_reward`, `verify`, `trl`, `reasoning_gym`, `verifiers`), or
+    `module:Class` of your own."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the environment, e.g. `length = 6` for sort_digits, `verifiers = [{use = "math"}]` for verify."""
+    """Keyword arguments of the environment, e.g. `length = 6` for sort_digits, or `verifiers = [{use = "math"}]` for verify."""
     reward: str | None = None
     """Reward function for `prompt_reward`: `module:function` taking (completion, row) and returning a float."""
 
@@ -89,6 +90,10 @@ class RolloutConfig(StrictModel):
     """Sampled tokens per turn, at most."""
     max_turns: int = Field(8, ge=1)
     """Turns per trajectory, at most."""
+    max_sampled: int | None = Field(None, ge=1)
+    """Sampled tokens of all turns of a trajectory together, at most; unset: no bound but those of turns and context."""
+    max_trajectory_s: float | None = Field(None, gt=0)
+    """Seconds after which a trajectory begins no further turn; it is scored as it stands. Unset: no bound."""
     max_context: int | None = Field(None, ge=2)
     """Tokens per trajectory, prompt included; unset: the model's context."""
     temperature: float = Field(1.0, gt=0)

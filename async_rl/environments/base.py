@@ -23,7 +23,11 @@ class TurnText:
 
     text: str
     finish_reason: FinishReason
-    num_tokens: int = 0  # sampled, a stop token included
+    token_ids: tuple[int, ...] = ()  # as sampled, a stop token included
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -55,3 +55,14 @@ async def _in_daemon_thread(function: Callable[..., Any], *args: Any) -> Any:
     if error is not None:
         raise error
     return value
+
+
+def with_keywords(function: Callable[..., Any], keywords: Mapping[str, Any]) -> Callable[[], Any]:
+    """`function` with its keyword arguments given, as async as it was: for `call`, which passes positional ones."""
+    if not is_async(function):
+        return lambda: function(**keywords)
+
+    async def run() -> Any:
+        return await function(**keywords)
+
+    return run

@@ -20,7 +20,10 @@ def episode_of(task: PromptTask, trajectory: Trajectory, index: int, decode: Dec
         task=task,
         index=index,
         turns=tuple(
-            TurnText(decode(ids[turn.start : turn.end].tolist()), turn.finish_reason, turn.end - turn.start) for turn in turns
+            TurnText(
+                decode(ids[turn.start : turn.end].tolist()), turn.finish_reason, tuple(ids[turn.start : turn.end].tolist())
+            )
+            for turn in turns
         ),
         observations=tuple(decode(ids[turn.end : following.start].tolist()) for turn, following in pairwise(turns)),
     )

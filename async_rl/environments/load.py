@@ -6,15 +6,26 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
 from async_rl.environments.base import Environment
+from async_rl.environments.look_up import LookUp
 from async_rl.environments.objects import construct, load_object, nearest
 from async_rl.environments.prompt_reward import PromptReward
+from async_rl.environments.reasoning_gym import ReasoningGym
 from async_rl.environments.sort_digits import SortDigits
+from async_rl.environments.trl_environment import TrlEnvironment
 from async_rl.environments.verifiers.base import Closable
 from async_rl.environments.verifiers.load import verify
+from async_rl.environments.verifiers_taskset import VerifiersTaskset
 from async_rl.errors import ConfigError
 
 PROMPT_REWARD = "prompt_reward"
-BUILT_IN: Mapping[str, Callable[..., Environment]] = {"sort_digits": SortDigits, "verify": verify}
+BUILT_IN: Mapping[str, Callable[..., Environment]] = {
+    "look_up": LookUp,
+    "reasoning_gym": ReasoningGym,
+    "sort_digits": SortDigits,
+    "trl": TrlEnvironment,
+    "verifiers": VerifiersTaskset,
+    "verify": verify,
+}
 
 
 class EnvironmentSpec(Protocol):

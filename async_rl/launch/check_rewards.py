@@ -131,7 +131,7 @@ def _episode(number: int, row: dict[str, Any]) -> Episode:
         max_new_tokens=1,
         issued_at_s=0.0,
     )
-    return Episode(task, 0, (TurnText(str(row["answer"]), FinishReason.STOP, int(row.get("num_tokens", 0))),))
+    return Episode(task, 0, (TurnText(str(row["answer"]), FinishReason.STOP, (0,) * int(row.get("num_tokens", 0))),))
 
 
 def _short(value: object) -> str:

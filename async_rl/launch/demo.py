@@ -62,13 +62,13 @@ class DemoResult:
     figures: Figures
 
 
-def demo_config(overrides: Sequence[str], *, resume: bool = False) -> RunConfig:
-    """The demo's config (to resume: that of the run) with `overrides` on top. Unless they name a model, it is made in the run.
+def demo_config(overrides: Sequence[str], *, path: Path | None = None, resume: bool = False) -> RunConfig:
+    """The config at `path` (the demo's own; to resume: that of the run), `overrides` on top. Without a model it is made.
 
     Raises: ConfigError.
     """
     unset = "--model.path=made-by-the-demo"
-    loaded = load_config(DEMO_CONFIG, [unset, *overrides])
+    loaded = load_config(path or DEMO_CONFIG, [unset, *overrides])
     layout = RunLayout(loaded.config.run_dir)
     if resume and layout.config_toml.exists():
         return load_config(layout.config_toml, [f"--run_dir={layout.root}", *overrides]).config

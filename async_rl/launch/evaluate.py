@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 from async_rl.config import RunConfig
-from async_rl.environments.base import Environment, Episode
 from async_rl.environments.load import close_environment, load_environment
 from async_rl.evaluation.held_out import EvaluationPlan, EvaluationResult, evaluate
 from async_rl.model.tokenizer import load_tokenizer, stop_token_ids
-from async_rl.rollout.group import GroupRollout, RolloutLimits, Score, Tokenizer
+from async_rl.reward.score import score_episode
+from async_rl.rollout.chat import Tokenizer
+from async_rl.rollout.group import GroupRollout, RolloutLimits
 from async_rl.rollout.torch_engine import TorchEngine
-from protocol.messages import Reward
 
 
 def evaluate_model(
@@ -47,7 +48,8 @@ async def _evaluate(
             RolloutLimits(config.rollout.max_turns, engine.max_context, plan.max_new_tokens),
             worker_id="evaluation",
             stop_token_ids=stop_token_ids(model_dir, tokenizer),
-            score=_scorer(environment, config.reward.timeout_s),
+            score=partial(score_episode, environment, timeout_s=config.reward.timeout_s),
+            score_session=partial(score_episode, timeout_s=config.reward.timeout_s),
         )
 
         def decode(ids: Sequence[int]) -> str:
@@ -57,16 +59,3 @@ async def _evaluate(
     finally:
         await close_environment(environment)
         await engine.close()
-
-
-def _scorer(environment: Environment, timeout_s: float) -> Score:
-    """What cannot be scored is invalid, never 0."""
-
-    async def score(episode: Episode) -> Reward:
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await environment.score(episode)
-        except Exception as error:
-            return Reward.invalid(f"{type(error).__name__}: {error}", type(error).__name__)
-
-    return score

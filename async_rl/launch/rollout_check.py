@@ -25,9 +25,10 @@ from async_rl.model.load import load_causal_lm
 from async_rl.model.tokenizer import load_tokenizer, stop_token_ids
 from async_rl.registry.memory_registry import MemoryRegistry
 from async_rl.reward.score import score_episode
+from async_rl.rollout.chat import Tokenizer
 from async_rl.rollout.engine import RolloutEngine
 from async_rl.rollout.engines import make_engine
-from async_rl.rollout.group import GroupRollout, RolloutLimits, Tokenizer
+from async_rl.rollout.group import GroupRollout, RolloutLimits
 from async_rl.weights.manifest import Probe, Tolerance
 from async_rl.weights.publisher import Publisher, PushRequest, PushStats
 from async_rl.weights.receiver import Receiver
@@ -144,6 +145,7 @@ def _rollout(config: RunConfig, engine: RolloutEngine) -> GroupRollout:
         worker_id="check",
         stop_token_ids=stop_token_ids(Path(config.model.path), tokenizer),
         score=partial(score_episode, environment, timeout_s=config.reward.timeout_s),
+        score_session=partial(score_episode, timeout_s=config.reward.timeout_s),
         observe_timeout_s=config.reward.timeout_s,
         skip_long_prompts=config.data.on_long_prompt == "skip",
     )

@@ -79,6 +79,17 @@ def print_group(shown: ShownGroup, decode: Decode, console: Console, *, members:
         console.print(_token_table(trajectory, decode, f"trajectory {index}: reward {_reward(trajectory)}{verdict}"))
 
 
+def print_trajectories(group: TrajectoryGroup, decode: Decode, console: Console) -> None:
+    """Print every trajectory of a group that is in no run: a row per token, the reward and its components."""
+    for index, trajectory in enumerate(group.trajectories):
+        reward = trajectory.reward
+        parts = {} if reward is None else reward.components
+        components = "".join(f", {name} {value:g}" for name, value in parts.items())
+        turns = f"{len(trajectory.turns)} turn{'s' if len(trajectory.turns) != 1 else ''}, {trajectory.finish_reason}"
+        title = f"task {group.task_id}, trajectory {index}: {turns}; reward {_reward(trajectory)}{components}"
+        console.print(_token_table(trajectory, decode, title))
+
+
 def _reward(trajectory: Trajectory) -> str:
     reward = trajectory.reward
     if reward is None:

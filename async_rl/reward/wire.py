@@ -97,7 +97,7 @@ def _episode_fields(episode: Episode) -> dict[str, Any]:
     return {
         "task": encode(episode.task),
         "index": episode.index,
-        "turns": [[turn.text, turn.finish_reason.value, turn.num_tokens] for turn in episode.turns],
+        "turns": [[turn.text, turn.finish_reason.value, list(turn.token_ids)] for turn in episode.turns],
         "observations": list(episode.observations),
     }
 
@@ -106,7 +106,7 @@ def _episode(fields: Mapping[str, Any]) -> Episode:
     return Episode(
         task=decode_task(fields["task"]),
         index=int(fields["index"]),
-        turns=tuple(TurnText(text, FinishReason(finish), int(count)) for text, finish, count in fields["turns"]),
+        turns=tuple(TurnText(text, FinishReason(finish), tuple(ids)) for text, finish, ids in fields["turns"]),
         observations=tuple(fields["observations"]),
     )
 

@@ -41,12 +41,8 @@ class Phase(Enum):
     WITHDRAWN = auto()  # the held weights are not to be used: running requests wait, new ones are refused
 
 
-class RolloutEngine(Scorer, WeightSink, Protocol):
-    """An engine that samples while its weights change underneath.
-
-    `serving_version` (from WeightSink) is None until a complete version was swapped in and `serve` was called; `generate`
-    raises NotServing before the first one, and waits while a swap is in progress.
-    """
+class Sampler(Protocol):
+    """The part of an engine that a group needs."""
 
     @property
     def engine_id(self) -> str: ...
@@ -57,13 +53,7 @@ class RolloutEngine(Scorer, WeightSink, Protocol):
         ...
 
     @property
-    def work(self) -> Work:
-        """What its own thread or process does now; progress is marked at every decoded token batch, or at every output."""
-        ...
-
-    async def start(self) -> None: ...
-
-    async def close(self) -> None: ...
+    def serving_version(self) -> int | None: ...
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sequence[SamplingParams]) -> Sequence[Completion]:
         """Sample one completion per entry of `sampling`, all from the same prompt.
@@ -71,3 +61,20 @@ class RolloutEngine(Scorer, WeightSink, Protocol):
         Raises: DataError if the prompt leaves no room for a token; NotServing; EngineError if the engine died.
         """
         ...
+
+    async def close(self) -> None: ...
+
+
+class RolloutEngine(Sampler, Scorer, WeightSink, Protocol):
+    """An engine that samples while its weights change underneath.
+
+    `serving_version` (from WeightSink) is None until a complete version was swapped in and `serve` was called; `generate`
+    raises NotServing before the first one, and waits while a swap is in progress.
+    """
+
+    @property
+    def work(self) -> Work:
+        """What its own thread or process does now; progress is marked at every decoded token batch, or at every output."""
+        ...
+
+    async def start(self) -> None: ...

@@ -5,41 +5,29 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeAlias
 
-import numpy as np
 from msgspec.structs import replace
 
-from async_rl.environments.base import Environment, Episode, TurnText
-from async_rl.environments.calls import call
+from async_rl.environments.base import Environment, Episode
+from async_rl.environments.session import Opening, Reply, SampledTurn, SessionEnvironment
 from async_rl.errors import DataError
-from async_rl.rollout.engine import Completion, RolloutEngine
-from protocol.messages import (
-    FinishReason,
-    PromptTask,
-    Reward,
-    SamplingParams,
-    Timings,
-    Trajectory,
-    TrajectoryGroup,
-    Turn,
+from async_rl.rollout.chat import Chat, Tokenizer
+from async_rl.rollout.draft import Draft
+from async_rl.rollout.engine import Completion, Sampler
+from async_rl.rollout.partners import (
+    Partner,
+    PartnerFailed,
+    PlainPartner,
+    Score,
+    ScoreSession,
+    open_session,
+    with_turn_rewards,
 )
+from protocol.messages import FinishReason, PromptTask, Reward, SamplingParams, Trajectory, TrajectoryGroup
 from protocol.seeds import trajectory_seed, turn_seed
-from protocol.versions import VersionSpan, spans_from_tokens
-
-
-class Tokenizer(Protocol):
-    """What is needed of a Hugging Face tokenizer."""
-
-    @property
-    def eos_token_id(self) -> int | None: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
-
-    def apply_chat_template(self, messages: Sequence[object], *, add_generation_prompt: bool, tokenize: bool) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,84 +37,43 @@ class RolloutLimits:
     max_turns: int
     max_context: int
     max_new_tokens: int
+    max_sampled: int | None = None
+    """Sampled tokens of all turns together."""
+    max_s: float | None = None
+    """Seconds after which no further turn begins."""
+
+
+ScoreGroup: TypeAlias = Callable[[Sequence[Episode], Sequence[Reward]], Awaitable[Sequence[Reward]]]
 
 
 @dataclass(slots=True)
-class _Draft:
-    """A trajectory while it grows."""
+class _Member:
+    """One trajectory of a group on its way."""
 
-    token_ids: list[int]
-    sampling: SamplingParams
-    started_at_s: float
-    mask: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
-    texts: list[TurnText] = field(default_factory=list)
-    observations: list[str] = field(default_factory=list)
+    index: int
+    draft: Draft
+    partner: Partner | None = None  # None: it could not begin
+    reward: Reward | None = None
+    reward_s: float = 0.0
     is_scored: bool = False  # by the environment: not where it failed, nor where sampling was aborted
-    queued_s: float = 0.0
-    generate_s: float = 0.0
-    environment_s: float = 0.0
 
-    def __post_init__(self) -> None:
-        self.mask = [0] * len(self.token_ids)
-        self.logprobs = [0.0] * len(self.token_ids)
-
-    def add_turn(self, completion: Completion, text: str) -> None:
-        start = len(self.token_ids)
-        count = len(completion.token_ids)
-        self.token_ids.extend(completion.token_ids.tolist())
-        self.mask.extend([1] * count)
-        self.logprobs.extend(completion.logprobs.tolist())
-        self.spans.extend(_turn_spans(start, completion))
-        self.turns.append(Turn(start, start + count, completion.finish_reason))
-        self.texts.append(TurnText(text, completion.finish_reason, count))
-        self.queued_s += completion.queued_s
-        self.generate_s += completion.generate_s
-
-    def episode(self, task: PromptTask, index: int) -> Episode:
-        return Episode(task, index, tuple(self.texts), tuple(self.observations))
-
-    def add_observation(self, text: str, token_ids: Sequence[int]) -> None:
-        self.token_ids.extend(token_ids)
-        self.mask.extend([0] * len(token_ids))
-        self.logprobs.extend([0.0] * len(token_ids))
-        self.observations.append(text)
-
-
-class _ObserveFailed(Exception):
-    """The environment could not answer a turn."""
-
-    def __init__(self, reason: str, error_type: str) -> None:
-        super().__init__(reason)
-        self.error_type = error_type
-
-
-def _turn_spans(start: int, completion: Completion) -> tuple[VersionSpan, ...]:
-    versions, kv_versions = completion.versions, completion.kv_versions
-    count = len(versions)
-    if count and versions[0] == versions[-1] and kv_versions[0] == kv_versions[-1]:  # both never decrease in a turn
-        return (VersionSpan(start, start + count, int(versions[0]), int(kv_versions[0])),)
-    return spans_from_tokens(range(start, start + count), versions.tolist(), kv_versions.tolist())
-
-
-_LONGEST_REASON = 500
-Score: TypeAlias = Callable[[Episode], Awaitable[Reward]]
-ScoreGroup: TypeAlias = Callable[[Sequence[Episode], Sequence[Reward]], Awaitable[Sequence[Reward]]]
+    @property
+    def opening(self) -> Opening:
+        assert self.partner is not None
+        return self.partner.opening
 
 
 class GroupRollout:
     """Turns tasks into groups with one engine, one tokenizer and one environment.
 
     score: scores a finished episode here; None leaves the group unscored, for reward workers. score_group: then scores those
-    members together. observe_timeout_s: an environment that takes longer to answer a turn has failed; what it fails at ends as
-    invalid, and the group goes on.
+    members together. score_session: scores an episode of a session, which is always scored here. observe_timeout_s: an
+    environment that takes longer to answer a turn has failed; what it fails at ends as invalid, and the group goes on.
     """
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        engine: Sampler,
         tokenizer: Tokenizer,
         environment: Environment,
         limits: RolloutLimits,
@@ -135,18 +82,21 @@ class GroupRollout:
         stop_token_ids: Sequence[int],
         score: Score | None,
         score_group: ScoreGroup | None = None,
+        score_session: ScoreSession | None = None,
         observe_timeout_s: float | None = None,
         skip_long_prompts: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
+        self._chat = Chat(tokenizer, stop_token_ids)
         self._environment = environment
         self._limits = limits
         self._worker_id = worker_id
         self._stop_token_ids = tuple(stop_token_ids)
         self._score = score
         self._score_group = score_group
+        self._score_session = score_session
         self._observe_timeout_s = observe_timeout_s
         self._skip_long_prompts = skip_long_prompts
         self._clock = clock
@@ -163,30 +113,72 @@ class GroupRollout:
     async def run(self, task: PromptTask) -> TrajectoryGroup:
         """Sample the task's group. Raises: DataError for a prompt without room (unless skipped); EngineError."""
         started_version = self.version
-        prompt_ids = self.encode_prompt(task)
-        drafts = [_Draft(list(prompt_ids), self._sampling(task, index), self._clock()) for index in range(task.group_size)]
-        if self._has_room(task, prompt_ids):
-            completions = await self._engine.generate(prompt_ids, [self._turn_sampling(draft) for draft in drafts])
-            alone = await asyncio.gather(
-                *(self._play(task, index, draft, completions[index]) for index, draft in enumerate(drafts))
-            )
-            trajectories = await self._scored_together(task, drafts, alone)
-        else:
-            trajectories = [self._seal(draft, FinishReason.LENGTH, None, 0.0) for draft in drafts]
+        members = await self._open(task)
+        try:
+            await self._first_turns(task, [member for member in members if member.partner is not None])
+            await self._score_together(task, members)
+        finally:
+            for member in members:
+                if member.partner is not None:
+                    with suppress(Exception):  # the episode is over, whatever its session says to that
+                        await member.partner.close()
+        trajectories = [self._sealed(member) for member in members]
         return TrajectoryGroup(task, tuple(trajectories), started_version, self._clock())
 
     def encode_prompt(self, task: PromptTask) -> list[int]:
-        """Prompt ids. Text gets the tokenizer's special tokens; a chat template brings its own, so none are added twice."""
-        if isinstance(task.prompt, str):
-            return self._tokenizer.encode(task.prompt, add_special_tokens=True)
+        """Ids of the task's own prompt, with the special tokens that the model expects, once. Raises: DataError."""
+        return self._encode(task, Opening(task.prompt))
+
+    def _encode(self, task: PromptTask, opening: Opening) -> list[int]:
         try:
-            text = self._tokenizer.apply_chat_template(list(task.prompt), add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # no template, or one that cannot render these messages: its own kinds of errors
-            raise DataError(
-                f"task {task.task_id}: the tokenizer's chat template cannot render the prompt ({type(error).__name__}: "
-                f"{' '.join(str(error).split())}); give text prompts, or a model with a template that can"
-            ) from error
-        return self._tokenizer.encode(text, add_special_tokens=False)
+            return self._chat.opening_ids(opening.prompt, opening.tools)
+        except DataError as error:
+            raise DataError(f"task {task.task_id}: {error}") from error
+
+    # -- beginning ---------------------------------------------------------------------------------------------------
+    async def _open(self, task: PromptTask) -> list[_Member]:
+        """Every member with its prompt, which all share unless their sessions begin differently."""
+        members = [_Member(index, Draft([], self._sampling(task, index), self._clock())) for index in range(task.group_size)]
+        await asyncio.gather(*(self._meet(task, member) for member in members))
+        encoded: list[tuple[Opening, list[int]]] = []
+        for member in members:
+            if member.partner is None:
+                continue
+            ids = next((ids for opening, ids in encoded if opening == member.opening), None)
+            if ids is None:
+                ids = self._encode(task, member.opening)
+                encoded.append((member.opening, ids))
+            member.draft.begin(ids)
+        return members
+
+    async def _meet(self, task: PromptTask, member: _Member) -> None:
+        environment, seed = self._environment, member.draft.sampling.seed
+        if not isinstance(environment, SessionEnvironment):
+            member.partner = PlainPartner(environment, Opening(task.prompt), self._score, self._observe_timeout_s)
+            return
+        assert self._score_session is not None
+        try:
+            member.partner = await open_session(
+                environment, task, member.index, seed, self._score_session, self._observe_timeout_s
+            )
+        except PartnerFailed as error:
+            member.draft.begin(self.encode_prompt(task))
+            member.reward = Reward.invalid(str(error), error.error_type)
+
+    async def _first_turns(self, task: PromptTask, members: Sequence[_Member]) -> None:
+        """Sample and play, members with one prompt from one call of the engine."""
+        by_prompt: dict[tuple[int, ...], list[_Member]] = {}
+        for member in members:
+            if self._has_room(task, member.draft.token_ids):
+                by_prompt.setdefault(tuple(member.draft.token_ids), []).append(member)
+            else:
+                member.reward = Reward.invalid("the prompt leaves no room in the context", "long_prompt")
+        await asyncio.gather(*(self._play_all(task, prompt, those) for prompt, those in by_prompt.items()))
+
+    async def _play_all(self, task: PromptTask, prompt_ids: Sequence[int], members: Sequence[_Member]) -> None:
+        completions = await self._engine.generate(list(prompt_ids), [self._turn_sampling(member.draft) for member in members])
+        plays = (self._play(task, member, first) for member, first in zip(members, completions, strict=True))
+        await asyncio.gather(*plays)
 
     def _has_room(self, task: PromptTask, prompt_ids: Sequence[int]) -> bool:
         if not prompt_ids:
@@ -208,100 +200,93 @@ class GroupRollout:
             stop_token_ids=self._stop_token_ids,
         )
 
-    def _turn_sampling(self, draft: _Draft) -> SamplingParams:
-        room = self._limits.max_context - len(draft.token_ids)
+    def _turn_sampling(self, draft: Draft) -> SamplingParams:
         sampling = draft.sampling
+        room = self._limits.max_context - len(draft.token_ids)
+        if self._limits.max_sampled is not None:
+            room = min(room, self._limits.max_sampled - draft.num_sampled)
         return replace(
             sampling,
             max_new_tokens=min(sampling.max_new_tokens, room),
             seed=turn_seed(sampling.seed, len(draft.turns)),
         )
 
-    async def _play(self, task: PromptTask, index: int, draft: _Draft, completion: Completion) -> Trajectory:
+    # -- playing -----------------------------------------------------------------------------------------------------
+    async def _play(self, task: PromptTask, member: _Member, completion: Completion) -> None:
         """Turn by turn until the environment has nothing more to say, or a limit is reached."""
+        draft, partner = member.draft, member.partner
+        assert partner is not None
         while True:
             draft.add_turn(completion, self._tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True))
             if completion.finish_reason is FinishReason.ABORTED:
-                return self._seal(draft, FinishReason.ABORTED, None, 0.0)
+                return
             try:
-                goes_on = await self._observe(task, index, draft)
-            except _ObserveFailed as error:
-                return self._seal(draft, draft.turns[-1].finish_reason, Reward.invalid(str(error), error.error_type), 0.0)
+                goes_on = await self._answered(task, member)
+            except PartnerFailed as error:
+                member.reward = Reward.invalid(str(error), error.error_type)
+                return
             if not goes_on:
                 break
             (completion,) = await self._engine.generate(draft.token_ids, [self._turn_sampling(draft)])
         started = self._clock()
-        draft.is_scored = self._score is not None
-        reward = None if self._score is None else await self._score(draft.episode(task, index))
-        return self._seal(draft, draft.turns[-1].finish_reason, reward, self._clock() - started)
+        reward = await partner.score(draft.episode(task, member.index))
+        member.is_scored = reward is not None
+        member.reward, member.reward_s = with_turn_rewards(reward, draft.turn_rewards), self._clock() - started
 
-    async def _scored_together(
-        self, task: PromptTask, drafts: Sequence[_Draft], trajectories: Sequence[Trajectory]
-    ) -> list[Trajectory]:
-        """Rewards that depend on the whole group, in place of those of the members that were scored alone."""
-        members = [index for index, draft in enumerate(drafts) if draft.is_scored]
-        if self._score_group is None or not members:
-            return list(trajectories)
-        alone = [reward for index in members if (reward := trajectories[index].reward) is not None]
-        together = await self._score_group([drafts[index].episode(task, index) for index in members], alone)
-        rewards = dict(zip(members, together, strict=True))
-        return [
-            replace(trajectory, reward=rewards[index]) if index in rewards else trajectory
-            for index, trajectory in enumerate(trajectories)
-        ]
-
-    async def _observe(self, task: PromptTask, index: int, draft: _Draft) -> bool:
-        """Append the environment's answer to the last turn. False: the trajectory is over. Raises: _ObserveFailed."""
-        if len(draft.turns) >= self._limits.max_turns or draft.turns[-1].finish_reason is FinishReason.LENGTH:
+    async def _answered(self, task: PromptTask, member: _Member) -> bool:
+        """Append what the environment says to the last turn. False: the trajectory is over. Raises: PartnerFailed."""
+        draft, partner = member.draft, member.partner
+        assert partner is not None
+        last = draft.turns[-1]
+        if len(draft.turns) >= self._limits.max_turns or last.finish_reason is FinishReason.LENGTH:
             return False
         started = self._clock()
-        text = await self._answer(draft.episode(task, index))
+        reply = await partner.reply(self._sampled_turn(draft, partner.opening), draft.episode(task, member.index))
         draft.environment_s += self._clock() - started
-        if text is None:
+        draft.turn_rewards.append(reply.reward or 0.0)
+        if reply.said is None or self._is_spent(draft):
             return False
-        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
-        if len(draft.token_ids) + len(token_ids) >= self._limits.max_context:
+        return self._append(draft, reply, partner.opening)
+
+    def _append(self, draft: Draft, reply: Reply, opening: Opening) -> bool:
+        """Put the reply's ids behind what was sampled, never trained. False if it leaves no room for a turn."""
+        assert reply.said is not None
+        ids = self._chat.reply_ids(reply.said, last_id=draft.token_ids[-1], tools=opening.tools)
+        if len(draft.token_ids) + len(ids) >= self._limits.max_context:
             return False
-        draft.add_observation(text, token_ids)
+        text = reply.said if isinstance(reply.said, str) else self._tokenizer.decode(ids, skip_special_tokens=True)
+        draft.add_observation(text, ids)
         return True
 
-    async def _answer(self, episode: Episode) -> str | None:
-        """What the environment says to the last turn. Its failure is not the worker's, nor a reward of 0."""
-        scope = asyncio.timeout(self._observe_timeout_s)
-        try:
-            async with scope:
-                text = await call(self._environment.observe, episode)
-        except TimeoutError as error:
-            if scope.expired():
-                raise _ObserveFailed(f"no answer within reward.timeout_s={self._observe_timeout_s:g}", "timeout") from error
-            raise _ObserveFailed(f"observe raised TimeoutError: {error}", "TimeoutError") from error
-        except (Exception, SystemExit) as error:  # an environment must not end its worker
-            name = type(error).__name__
-            raise _ObserveFailed(f"observe raised {name}: {error}"[:_LONGEST_REASON], name) from error
-        if text is not None and not isinstance(text, str):
-            raise _ObserveFailed(f"observe returned {type(text).__name__} {text!r:.200}; it must be text or None", "NotText")
-        return text
+    def _is_spent(self, draft: Draft) -> bool:
+        """Whether the budget of tokens or time lets no further turn begin."""
+        limits = self._limits
+        if limits.max_sampled is not None and draft.num_sampled >= limits.max_sampled:
+            return True
+        return limits.max_s is not None and self._clock() - draft.started_at_s >= limits.max_s
 
-    def _seal(self, draft: _Draft, finish: FinishReason, reward: Reward | None, reward_s: float) -> Trajectory:
-        if not draft.turns and reward is None:
-            reward = Reward.invalid("the prompt leaves no room in the context", "long_prompt")
-        return Trajectory(
-            token_ids=np.array(draft.token_ids, dtype=np.int32),
-            loss_mask=np.array(draft.mask, dtype=np.uint8),
-            behavior_logprobs=np.array(draft.logprobs, dtype=np.float32),
-            versions=tuple(draft.spans),
-            sampling=draft.sampling,
-            turns=tuple(draft.turns),
-            finish_reason=finish,
-            timings=Timings(
-                started_at_s=draft.started_at_s,
-                finished_at_s=self._clock(),
-                queued_s=draft.queued_s,
-                generate_s=draft.generate_s,
-                environment_s=draft.environment_s,
-                reward_s=reward_s,
-            ),
+    def _sampled_turn(self, draft: Draft, opening: Opening) -> SampledTurn:
+        text = draft.texts[-1]
+        raw = self._tokenizer.decode(list(text.token_ids), skip_special_tokens=False)
+        calls = self._chat.tool_calls(raw) if opening.tools else ()
+        return SampledTurn(text.text, raw, text.finish_reason, text.token_ids, calls)
+
+    # -- ending ------------------------------------------------------------------------------------------------------
+    async def _score_together(self, task: PromptTask, members: Sequence[_Member]) -> None:
+        """Rewards that depend on the whole group, in place of those of the members that were scored alone."""
+        scored = [member for member in members if member.is_scored]
+        if self._score_group is None or not scored:
+            return
+        alone = [member.reward for member in scored if member.reward is not None]
+        episodes = [member.draft.episode(task, member.index) for member in scored]
+        for member, reward in zip(scored, await self._score_group(episodes, alone), strict=True):
+            member.reward = reward
+
+    def _sealed(self, member: _Member) -> Trajectory:
+        return member.draft.seal(
+            member.reward,
+            now_s=self._clock(),
+            reward_s=member.reward_s,
             worker_id=self._worker_id,
             engine_id=self._engine.engine_id,
-            reward=reward,
         )

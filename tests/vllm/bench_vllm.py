@@ -30,8 +30,9 @@ from async_rl.config.rollout import RolloutConfig, VllmConfig
 from async_rl.environments.prompt_reward import PromptReward
 from async_rl.model.tokenizer import load_tokenizer
 from async_rl.registry.memory_registry import MemoryRegistry
+from async_rl.rollout.chat import Tokenizer
 from async_rl.rollout.engines import vllm_engine
-from async_rl.rollout.group import GroupRollout, RolloutLimits, Tokenizer
+from async_rl.rollout.group import GroupRollout, RolloutLimits
 from async_rl.rollout.loop import RolloutLoop, RolloutSettings
 from async_rl.rollout.vllm_engine import VllmEngine
 from async_rl.rollout.vllm_in_process import InProcessHost

@@ -11,9 +11,11 @@ from async_rl.environments.verified import Part, Verified, verified
 from async_rl.environments.verifiers.base import GroupVerifier, Verifier
 from async_rl.environments.verifiers.code_tests import CodeTests
 from async_rl.environments.verifiers.functions import FunctionVerifier, GroupFunctionVerifier
+from async_rl.environments.verifiers.judge import Judge
 from async_rl.environments.verifiers.math_answer import MathAnswer
 from async_rl.environments.verifiers.shaping import Finished, Length
 from async_rl.environments.verifiers.text_match import ExactMatch, JsonMatch, RegexMatch
+from async_rl.environments.verifiers.trl_reward import TrlReward
 from async_rl.errors import ConfigError
 
 VERIFIERS: Mapping[str, Callable[..., Verifier | GroupVerifier]] = {
@@ -21,19 +23,22 @@ VERIFIERS: Mapping[str, Callable[..., Verifier | GroupVerifier]] = {
     "exact": ExactMatch,
     "finished": Finished,
     "json": JsonMatch,
+    "judge": Judge,
     "length": Length,
     "math": MathAnswer,
     "regex": RegexMatch,
 }
 _FIELD = "environment.args.verifiers"
-_OWN = ("use", "group", "name", "weight", "timeout_s", "retries", "max_concurrent")
+_KINDS = ("use", "group", "trl")
+_OWN = (*_KINDS, "name", "weight", "timeout_s", "retries", "max_concurrent")
 
 
 def verify(verifiers: Sequence[Mapping[str, Any]]) -> Verified:
     """The environment of the verifiers that `environment.args.verifiers` lists.
 
-    Each entry: `use` (a name of VERIFIERS, or `module:function` taking (completion, row)) or `group` (`module:function`
-    taking (completions, rows) of a whole group); name, weight, timeout_s, retries, max_concurrent; what the verifier takes.
+    Each entry: `use` (a name of VERIFIERS, or `module:function` taking (completion, row)), `group` (`module:function` taking
+    (completions, rows) of a whole group) or `trl` (`module:function`, called as TRL calls reward functions); then name, weight,
+    timeout_s, retries, max_concurrent, and what the verifier itself takes.
     Raises: ConfigError.
     """
     if not verifiers or isinstance(verifiers, Mapping | str):
@@ -65,15 +70,17 @@ def load_verifier(use: str, args: Mapping[str, Any], *, field: str) -> Verifier 
 
 
 def _part(entry: Mapping[str, Any], field: str) -> Part:
-    if not isinstance(entry, Mapping) or ("use" in entry) == ("group" in entry):
-        raise ConfigError(f"{field}={entry!r}: needs either use or group")
+    if not isinstance(entry, Mapping) or sum(key in entry for key in _KINDS) != 1:
+        raise ConfigError(f"{field}={entry!r}: needs one of {', '.join(_KINDS)}")
     args = {key: value for key, value in entry.items() if key not in _OWN}
-    path = str(entry.get("use", entry.get("group")))
+    path = str(next(entry[key] for key in _KINDS if key in entry))
     timeout_s = entry.get("timeout_s")
-    if "group" in entry:
+    if "use" not in entry:
         if args:
             raise ConfigError(f"{field}: unknown {', '.join(args)}")
-        verifier: Verifier | GroupVerifier = GroupFunctionVerifier(load_object(path, field=f"{field}.group", kind="function"))
+        kind = "group" if "group" in entry else "trl"
+        function = load_object(path, field=f"{field}.{kind}", kind="function")
+        verifier: Verifier | GroupVerifier = GroupFunctionVerifier(function) if kind == "group" else TrlReward(function)
     else:
         if timeout_s is not None and "timeout_s" in inspect.signature(VERIFIERS.get(path, verify)).parameters:
             args, timeout_s = {**args, "timeout_s": timeout_s}, None  # it has a limit of its own

@@ -13,8 +13,9 @@ from async_rl.environments.prompt_reward import PromptReward
 from async_rl.errors import DataError, EngineError, NotServing, WorkStalled
 from async_rl.launch.demo_model import demo_tokenizer
 from async_rl.registry.memory_registry import MemoryRegistry
+from async_rl.rollout.chat import Tokenizer
 from async_rl.rollout.engine import Completion
-from async_rl.rollout.group import GroupRollout, RolloutLimits, Tokenizer
+from async_rl.rollout.group import GroupRollout, RolloutLimits
 from async_rl.rollout.loop import RolloutLoop, RolloutSettings
 from async_rl.run_dir.files import read_json_lines
 from async_rl.testing.builders import make_task

@@ -28,7 +28,7 @@ HANGS = "9^{9^{9^{9^{9}}}}"
 
 def episode(completion: str, **columns: Json) -> Episode:
     task = replace(make_task(), columns=columns)
-    return Episode(task, 0, (TurnText(completion, FinishReason.STOP, 5),))
+    return Episode(task, 0, (TurnText(completion, FinishReason.STOP, (1, 2, 3)),))
 
 
 @pytest.fixture(name="math")
