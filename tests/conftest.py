@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 # Before torch is imported anywhere: several processes share the cores, and threads that spin while they wait would take them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
+
+if TYPE_CHECKING:
+    from async_rl.testing.shared_hosts import SharedHosts
 
 RUNS = "runs"
 """The group of tests that start whole runs: one after the other, beside small tests. Two at once would wait for each other."""
@@ -37,3 +42,13 @@ def _turn(item: pytest.Item) -> int:
     if marker is not None and marker.args == (RUNS,):
         return -1
     return next((turn for turn, place in enumerate(LARGEST_FIRST) if item.nodeid.startswith(place)), len(LARGEST_FIRST))
+
+
+@pytest.fixture(scope="session")
+def shared_hosts() -> Iterator[SharedHosts]:
+    """Real vLLMs, for tests that are marked vllm; a start takes long."""
+    from async_rl.testing.shared_hosts import SharedHosts
+
+    hosts = SharedHosts()
+    yield hosts
+    hosts.close()

@@ -135,6 +135,14 @@ def environment(config: RolloutConfig, starter_pid: int) -> dict[str, str]:
     }
 
 
+def next_logprob_params(token_id: int) -> dict[str, Any]:
+    """Sampling parameters, but for the temperature, that bring the logprob of one token beside the sampled one's.
+
+    Asked for twice: a server shows as many entries as are asked for, and the sampled token's is the first of them.
+    """
+    return {"max_tokens": 1, "seed": 0, "logprob_token_ids": [token_id, token_id], "logprobs": 2, "detokenize": False}
+
+
 def stop_kind(finish_reason: str | None) -> bool:
     """Whether vLLM says that a stop token ended a request. Raises: ValueError for ends that are neither stop nor length."""
     if finish_reason not in ("stop", "length"):

@@ -28,6 +28,7 @@ from async_rl.rollout.vllm_host import (
     Sampled,
     engine_arguments,
     environment,
+    next_logprob_params,
     one_digest,
     stop_kind,
 )
@@ -104,9 +105,7 @@ class InProcessHost:
         return [rows[index][token_ids[index]].logprob for index in range(1, len(token_ids))]
 
     async def next_logprob(self, prefix_ids: Sequence[int], token_id: int, temperature: float, *, salt: str) -> float:
-        params = VllmSamplingParams(
-            max_tokens=1, temperature=temperature, seed=0, logprob_token_ids=[token_id], logprobs=2, detokenize=False
-        )
+        params = VllmSamplingParams(temperature=temperature, **next_logprob_params(token_id))
         params.output_kind = RequestOutputKind.FINAL_ONLY
         output = await self._run(prefix_ids, params, salt)
         logprobs = output.outputs[0].logprobs

@@ -29,6 +29,7 @@ from async_rl.rollout.vllm_host import (
     Sampled,
     engine_arguments,
     environment,
+    next_logprob_params,
     one_digest,
     stop_kind,
 )
@@ -164,14 +165,7 @@ class ServerHost:
         return [_logprob(rows[index][str(token_ids[index])]["logprob"]) for index in range(1, len(token_ids))]
 
     async def next_logprob(self, prefix_ids: Sequence[int], token_id: int, temperature: float, *, salt: str) -> float:
-        params = {
-            "max_tokens": 1,
-            "temperature": temperature,
-            "seed": 0,
-            "logprob_token_ids": [token_id],
-            "logprobs": 2,  # the sampled one and the given one
-            "detokenize": False,
-        }
+        params = {"temperature": temperature, **next_logprob_params(token_id)}
         choice = (await self._generate(prefix_ids, params, salt))["choices"][0]
         entries = {entry["token_id"]: entry["logprob"] for entry in choice["logprobs"]["content"][0]["top_logprobs"]}
         return _logprob(entries[token_id])

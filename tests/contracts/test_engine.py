@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,13 +84,6 @@ class Bench:
         await engine.swap(manifest, tensors)
         await engine.serve(version)
         return manifest
-
-
-@pytest.fixture(scope="session")
-def shared_hosts() -> Iterator[SharedHosts]:
-    hosts = SharedHosts()
-    yield hosts
-    hosts.close()
 
 
 def vllm_factory(hosts: SharedHosts, make: HostFactory) -> EngineFactory:

@@ -1,12 +1,8 @@
-"""Options and shared parts of the tests against real vLLM."""
+"""Options of the tests against real vLLM."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-
-from async_rl.testing.shared_hosts import SharedHosts
 
 SMOKE = {
     "test_a_tied_head_that_stays_stale_is_found_by_the_proof",
@@ -40,10 +36,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _is_short(item: pytest.Item) -> bool:
     name = getattr(item, "originalname", item.name)
     return name in (SMOKE_OF_SERVER if "vllm-server" in item.name else SMOKE)
-
-
-@pytest.fixture(scope="session")
-def shared_hosts() -> Iterator[SharedHosts]:
-    hosts = SharedHosts()
-    yield hosts
-    hosts.close()
