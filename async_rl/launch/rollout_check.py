@@ -38,6 +38,7 @@ from protocol.messages import PromptTask, TrajectoryGroup
 EPOCH = 1
 PROBE_TOKENS = 24
 MEASURE_S = 20.0
+CLEANUP_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ async def push_once(engine: RolloutEngine, config: RunConfig, model: PreTrainedM
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.wait(tasks, timeout=CLEANUP_S)
         publisher.close()
 
 
