@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +120,22 @@ def engine_arguments(model_path: Path, config: RolloutConfig, max_context: int) 
         arguments |= {name: value for name, value in optional.items() if value is not None}
         arguments["gpu_memory_utilization"] = vllm.gpu_memory_utilization
     return arguments | dict(vllm.args)
+
+
+def command_flags(arguments: Mapping[str, Any]) -> list[str]:
+    """Engine arguments as the server's flags."""
+    flags: list[str] = []
+    for name, value in arguments.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            flags.append(flag)
+        elif value is False:
+            flags.append(f"--no-{flag[2:]}")
+        elif isinstance(value, dict | list):
+            flags.extend((flag, json.dumps(value)))
+        elif value is not None:
+            flags.extend((flag, str(value)))
+    return flags
 
 
 def environment(config: RolloutConfig, starter_pid: int) -> dict[str, str]:

@@ -27,6 +27,7 @@ from async_rl.rollout.vllm_host import (
     OUTPUT_EVERY,
     LabelSpan,
     Sampled,
+    command_flags,
     engine_arguments,
     environment,
     next_logprob_params,
@@ -253,22 +254,6 @@ class ServerHost:
     def _ended(self) -> str:
         code = None if self._process is None else self._process.exit_code()
         return "" if code is None else f" (it ended with exit code {code})"
-
-
-def command_flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Engine arguments as the server's flags."""
-    flags: list[str] = []
-    for name, value in arguments.items():
-        flag = f"--{name.replace('_', '-')}"
-        if value is True:
-            flags.append(flag)
-        elif value is False:
-            flags.append(f"--no-{flag[2:]}")
-        elif isinstance(value, dict | list):
-            flags.extend((flag, json.dumps(value)))
-        elif value is not None:
-            flags.extend((flag, str(value)))
-    return flags
 
 
 def _logprob(value: float) -> float:

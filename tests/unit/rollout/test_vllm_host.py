@@ -12,7 +12,7 @@ import torch
 from async_rl.config.rollout import RolloutConfig, VllmConfig
 from async_rl.errors import ConfigError
 from async_rl.rollout.engines import make_engine
-from async_rl.rollout.vllm_host import engine_arguments, environment, one_digest, stop_kind
+from async_rl.rollout.vllm_host import command_flags, engine_arguments, environment, one_digest, stop_kind
 from async_rl.rollout.vllm_staging import StagingFile
 from async_rl.testing.pushes import push_of
 from async_rl.testing.tiny_models import make_tiny_model, save_tiny_model
@@ -31,6 +31,13 @@ def test_the_users_own_arguments_win() -> None:
     config = RolloutConfig(vllm=VllmConfig(block_size=64, args={"block_size": 16, "max_num_batched_tokens": 4096}))
     arguments = engine_arguments(Path("m"), config, 99)
     assert (arguments["block_size"], arguments["max_num_batched_tokens"]) == (16, 4096)
+
+
+def test_a_server_gets_the_same_arguments_as_flags() -> None:
+    flags = command_flags(
+        {"model": "m", "enforce_eager": True, "enable_x": False, "n_y": 3, "unset": None, "config": {"a": [1]}}
+    )
+    assert flags == ["--model", "m", "--enforce-eager", "--no-enable-x", "--n-y", "3", "--config", '{"a": [1]}']
 
 
 def test_vllms_processes_know_who_started_them() -> None:
