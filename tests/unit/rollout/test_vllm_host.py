@@ -34,10 +34,8 @@ def test_the_users_own_arguments_win() -> None:
 
 
 def test_a_server_gets_the_same_arguments_as_flags() -> None:
-    flags = command_flags(
-        {"model": "m", "enforce_eager": True, "enable_x": False, "n_y": 3, "unset": None, "config": {"a": [1]}}
-    )
-    assert flags == ["--model", "m", "--enforce-eager", "--no-enable-x", "--n-y", "3", "--config", '{"a": [1]}']
+    flags = command_flags({"model": "m", "enforce_eager": True, "x": False, "n_y": 3, "unset": None, "config": {"a": [1]}})
+    assert flags == ["--model", "m", "--enforce-eager", "--no-x", "--n-y", "3", "--config", '{"a": [1]}']
 
 
 def test_vllms_processes_know_who_started_them() -> None:
