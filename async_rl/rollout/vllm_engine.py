@@ -51,7 +51,7 @@ class _Running:
 class VllmEngine:
     """A RolloutEngine (see rollout.engine) on vLLM.
 
-    names, max_context, vocab_size: of the model that the host serves (vllm_model.describe).
+    names, max_context, vocab_size: of the model that the host serves (engines.vllm_engine finds them).
     wait_timeout_s: how long requests wait for a version to be served after a swap or a withdrawal.
     command_timeout_s: longest wait for one answer of the host, other than a sample.
     """

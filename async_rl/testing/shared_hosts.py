@@ -38,7 +38,7 @@ class _Slot:
 class SharedHosts:
     """Starts hosts on demand and keeps at most `keep` of them that nobody uses."""
 
-    def __init__(self, *, keep: int = 2) -> None:
+    def __init__(self, *, keep: int = 3) -> None:
         self._keep = keep
         self._slots: list[_Slot] = []
         self._uses = 0
