@@ -54,6 +54,8 @@ SETTINGS: Mapping[str, Any] = {
     "weights.deadline_s": 120.0,
     "checkpoint.every_steps": 1000,
     "launch.hang_leases": 0.0,
+    "launch.min_healthy_grace_s": 1800.0,
+    "launch.start_timeout_s": 1800.0,
     "environment.name": "prompt_reward",
     "environment.reward": "json_extraction:reward",
 }

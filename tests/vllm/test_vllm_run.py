@@ -46,7 +46,10 @@ def make_config(model_dir: Path, tmp_path: Path) -> Callable[..., RunConfig]:
             "trainer.groups_per_step": 4,
             "trainer.max_steps": 6,
             "staleness.max_lag": 2,
-            "weights.deadline_s": 60.0,
+            "weights.deadline_s": 120.0,
+            "launch.min_healthy_grace_s": 1800.0,  # three processes import vLLM for each start, on a machine with other work
+            "launch.start_timeout_s": 1800.0,
+            "trainer.idle_timeout_s": 1800.0,
             **{name.replace("__", "."): value for name, value in settings.items()},
         }
         return load_config(None, [f"--{key}={value}" for key, value in chosen.items()], {}).config
@@ -86,7 +89,7 @@ def check_pushes(config: RunConfig) -> Mapping[str, Any]:
     return steps[-1]
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("backend", ["gloo", "disk"])
 def test_a_run_trains_with_vllm(make_config: Callable[..., RunConfig], backend: str) -> None:
     config = make_config(weights__backend=backend)
@@ -95,14 +98,14 @@ def test_a_run_trains_with_vllm(make_config: Callable[..., RunConfig], backend: 
     check_pushes(config)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_run_trains_with_a_vllm_server(make_config: Callable[..., RunConfig]) -> None:
     config = make_config(rollout__engine="vllm-server")
     assert run(config, console=False).steps == 6
     check_pushes(config)
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(2700)
 @pytest.mark.parametrize("victim", ["rollout", "EngineCore", "Worker"])
 def test_a_run_recovers_from_the_death_of_an_engine_process(make_config: Callable[..., RunConfig], victim: str) -> None:
     config = make_config(trainer__max_steps=40, rollout__max_new_tokens=12, launch__backoff_s=0.1)
