@@ -22,6 +22,7 @@ from async_rl.errors import ConfigError, ProtocolError, RoleFailed
 from async_rl.logs import redact_url
 from async_rl.monitor.text import program
 from workers.arguments import describe, overrides_of, run_app
+from workers.cli_environments import check_rewards_command, try_command
 
 WITH_OVERRIDES = ("run", "try", "demo", "config", "doctor")
 
@@ -36,6 +37,9 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in th
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run in the run directory.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.", show_default=False)]
+
+app.command("check-rewards")(check_rewards_command)
+app.command("try")(try_command)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -292,58 +296,6 @@ def audit(run_dir: RunDir, debug: Debug = False) -> int:
         verdict if found.is_exact else "NOT exact: see the counts above", style="green" if found.is_exact else "bold red"
     )
     return 0 if found.is_exact else 1
-
-
-@app.command("check-rewards")
-def check_rewards_command(
-    rows: Annotated[Path, typer.Argument(metavar="FILE", help="JSONL rows: answer, gold, expected.", show_default=False)],
-    verifier: Annotated[str, typer.Option(help="A verifier by name, or module:function.")] = "math",
-    arg: Annotated[list[str] | None, typer.Option(help="Argument of the verifier, name=value (a TOML value).")] = None,
-    debug: Debug = False,
-) -> int:
-    """Run a verifier over rows whose right score is known; show where it disagrees. Exit code 1 if it does."""
-    from async_rl.config.text import toml_literal
-    from async_rl.launch.check_rewards import check_rewards, print_checked
-
-    del debug
-    sys.path.insert(0, str(Path.cwd()))
-    args: dict[str, Any] = {}
-    for pair in arg or []:
-        name, separator, text = pair.partition("=")
-        if not separator:
-            raise ConfigError(f"--arg {pair!r}: needs name=value")
-        args[name] = toml_literal(text)
-    checked = check_rewards(rows, verifier, args)
-    print_checked(checked, Console())
-    return 0 if all(row.agrees for row in checked) else 1
-
-
-@app.command("try")
-def try_command(
-    context: typer.Context,
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file.", show_default=False)],
-    script: Annotated[
-        Path | None, typer.Option(help="File with what the policy says, a line a turn.", show_default=False)
-    ] = None,
-    address: Annotated[
-        str | None, typer.Option(help="OpenAI-compatible server that acts, e.g. http://host/v1.", show_default=False)
-    ] = None,
-    served_model: Annotated[str, typer.Option(help="Name of the model at the address.")] = "",
-    row: Annotated[int, typer.Option(min=0, help="First row to play.")] = 0,
-    rows: Annotated[int, typer.Option(min=1, help="Rows to play.")] = 1,
-    members: Annotated[int, typer.Option(min=1, help="Trajectories of each row.")] = 1,
-    debug: Debug = False,
-) -> None:
-    """Play an environment without a trainer, with the config's model, a script or a server; show every token and the reward."""
-    from async_rl.launch.try_environment import Policy, print_tried, try_environment
-
-    del debug
-    if script is not None and address is not None:
-        raise ConfigError("--script and --address exclude each other: one policy acts")
-    sys.path.insert(0, str(Path.cwd()))
-    settings = _load(config, overrides_of(context))
-    groups = try_environment(settings, Policy(script, address, served_model), first_row=row, rows=rows, members=members)
-    print_tried(groups, settings, Console())
 
 
 class DeadAction(StrEnum):

@@ -5,6 +5,8 @@ Descriptor 3 is the control socket: frames of JSON behind their length. Modes: "
 of the solution's functions go out through the socket, so that solution and tests never share a process.
 """
 
+from __future__ import annotations
+
 import builtins
 import json
 import os
