@@ -69,6 +69,7 @@ class Event(StrEnum):
     STEP_DONE = "step.done"
     STEP_SKIPPED = "step.skipped"
     LOGPROBS_DIFFER = "logprobs.differ"
+    OFF_POLICY_WARNING = "off_policy.warning"
     VERSION_ANNOUNCED = "version.announced"
     PUSH_STARTED = "push.started"
     PUSH_LIVE = "push.live"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from async_rl.run_dir.intake_log import IntakeLog, newest_epoch
 from async_rl.run_dir.layout import RunLayout
 from async_rl.trainer.accounts import FinishedPushes, StepLines, TrainerClock
 from async_rl.trainer.checkpoints import Checkpoints
+from async_rl.trainer.early_warning import EarlyWarning
 from async_rl.trainer.intake import BatchSettings, ComposedStep, Intake
 from async_rl.trainer.learner import Learner, Progress, StepResult
 from async_rl.trainer.quarantine import Quarantine
@@ -84,6 +85,7 @@ class TrainerLoop:
         self._clock = TrainerClock(now)
         self._pushes = FinishedPushes()
         self._quarantine = Quarantine(config)
+        self._warning = EarlyWarning()
         self._vetting = Vetting(config, learner, self._quarantine)
         self._wait = BatchWait(config, streams, registry, idle=learner.idle, vet=self._vetting.vet, now=now)
         self._epoch = 0
@@ -282,6 +284,8 @@ class TrainerLoop:
         self._remember(step)
         line = self._metrics_line(step, result, progress, intake, waited_s, self._now() - started)
         metrics.write({**line, "replayed": replayed})
+        for warning in [] if replayed else self._warning.look(line):
+            self._log.warning(Event.OFF_POLICY_WARNING, step=progress.version, **asdict(warning))
         mismatch = logprob_mismatch(line, tolerance=self._config.weights.probe_tolerance) if self._is_exact else None
         if mismatch is not None:
             self._log.error(
