@@ -19,9 +19,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import AdamW
 
+from async_rl.algorithms.aggregation import TOKEN_MEAN, Aggregation
+from async_rl.algorithms.gspo import gspo
 from async_rl.algorithms.losses import ClipRange, LossFn, LossSettings, decoupled_clip
 from async_rl.errors import CheckpointError, ShapeError
-from async_rl.testing.batches import credit_loss, first_step_gradients, make_sample, random_samples
+from async_rl.testing.batches import credit_loss, first_step_gradients, group_samples, make_sample, random_samples
 from async_rl.trainer.checkpoint import find_latest, load_checkpoint, save_checkpoint
 from async_rl.trainer.distributed import Ranks, joined_ranks
 from async_rl.trainer.packing import MicroBatch, balance, filler_micro_batch, pack
@@ -31,6 +33,7 @@ from async_rl.trainer.step import StepSettings, StepStats, make_optimizer, polic
 LOSS = LossSettings(ClipRange(0.2, 0.28))
 A = make_sample([3, 4, 5], trained=[2], advantages=8.0)
 B = make_sample([6, 7, 8, 9], advantages=2.0)
+PROMPTS, COMPLETIONS = [7, 12, 4], [[5, 9, 1], [3, 3, 14, 6], [8]]
 UNEVEN = [95] * 5 + [20] * 5
 
 
@@ -47,9 +50,15 @@ class Program:
         return policy, make_optimizer(policy, learning_rate=1e-3)
 
     def step(
-        self, name: str, policy: PolicyModel, optimizer: AdamW, mine: Sequence[MicroBatch], loss_fn: LossFn = credit_loss
+        self,
+        name: str,
+        policy: PolicyModel,
+        optimizer: AdamW,
+        mine: Sequence[MicroBatch],
+        loss_fn: LossFn = credit_loss,
+        aggregation: Aggregation = TOKEN_MEAN,
     ) -> StepStats:
-        settings = StepSettings(loss_fn, LOSS, grad_clip=math.inf)
+        settings = StepSettings(loss_fn, LOSS, aggregation, grad_clip=math.inf)
         stats = train_step(policy, optimizer, mine, settings=settings, learning_rate=1e-3)
         self.stats[name] = asdict(stats)
         return stats
@@ -64,10 +73,11 @@ class Program:
         per_rank: Sequence[Sequence[MicroBatch]],
         loss_fn: LossFn = credit_loss,
         options: PolicyOptions | None = None,
+        aggregation: Aggregation = TOKEN_MEAN,
     ) -> None:
         """One first step, and its gradient."""
         policy, optimizer = self.learner(path, options)
-        self.step(name, policy, optimizer, per_rank[self.ranks.rank], loss_fn)
+        self.step(name, policy, optimizer, per_rank[self.ranks.rank], loss_fn, aggregation)
         self.keep(name, first_step_gradients(policy, optimizer))
 
     def run(self, checkpoints_of_one_rank: Path) -> None:
@@ -81,6 +91,12 @@ class Program:
         self.gradients("recomputed", self.untied, balance(random_samples(UNEVEN), 100, 2), decoupled_clip, recompute)
         masked, one = make_sample([3, 4, 5], trained=[]), make_sample([6, 7, 8], advantages=1.0)
         self.gradients("rank_0_masked", self.tied, [pack([masked], 100), pack([one], 100)])
+        groups = group_samples(PROMPTS, COMPLETIONS)
+        for name in ("token_mean", "sequence_mean_of_means", "sequence_mean_of_sums"):
+            for max_tokens in (1000, 60, 30):
+                cut = balance(groups, max_tokens, 2, share_prompts=True)
+                self.gradients(f"{name}_{max_tokens}", self.tied, cut, gspo, aggregation=Aggregation(name))
+        self.gradients("one_group", self.tied, balance(groups[:3], 1000, 2, share_prompts=True), gspo)
         self.skips()
         self.unequal_counts()
         self.weights_and_scores()

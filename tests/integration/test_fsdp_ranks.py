@@ -19,9 +19,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim import AdamW
 
+from async_rl.algorithms.aggregation import TOKEN_MEAN, Aggregation, AggregationName
+from async_rl.algorithms.gspo import gspo
 from async_rl.algorithms.losses import ClipRange, LossFn, LossSettings, decoupled_clip
 from async_rl.model.load import load_causal_lm
-from async_rl.testing.batches import credit_loss, first_step_gradients, make_sample, random_samples
+from async_rl.testing.batches import credit_loss, first_step_gradients, group_samples, make_sample, random_samples
 from async_rl.testing.tiny_models import TinyModel, save_tiny_model
 from async_rl.trainer.checkpoint import find_latest, load_checkpoint, save_checkpoint
 from async_rl.trainer.packing import MicroBatch, balance, pack
@@ -53,15 +55,23 @@ def learner(path: Path) -> tuple[PolicyModel, AdamW]:
     return policy, make_optimizer(policy, learning_rate=1e-3)
 
 
-def one_step(policy: PolicyModel, optimizer: AdamW, micro_batches: list[MicroBatch], loss_fn: LossFn = credit_loss) -> None:
-    settings = StepSettings(loss_fn, LOSS, grad_clip=math.inf)
+def one_step(
+    policy: PolicyModel,
+    optimizer: AdamW,
+    micro_batches: list[MicroBatch],
+    loss_fn: LossFn = credit_loss,
+    aggregation: Aggregation = TOKEN_MEAN,
+) -> None:
+    settings = StepSettings(loss_fn, LOSS, aggregation, grad_clip=math.inf)
     assert train_step(policy, optimizer, micro_batches, settings=settings, learning_rate=1e-3).applied
 
 
-def alone(path: Path, micro_batches: list[MicroBatch], loss_fn: LossFn = credit_loss) -> dict[str, Tensor]:
+def alone(
+    path: Path, micro_batches: list[MicroBatch], loss_fn: LossFn = credit_loss, aggregation: Aggregation = TOKEN_MEAN
+) -> dict[str, Tensor]:
     """The gradient of the same step in one process."""
     policy, optimizer = learner(path)
-    one_step(policy, optimizer, micro_batches, loss_fn)
+    one_step(policy, optimizer, micro_batches, loss_fn, aggregation)
     return first_step_gradients(policy, optimizer)
 
 
@@ -150,6 +160,25 @@ def test_uneven_work_gets_equal_counts_and_the_gradient_of_one_process(name: str
     per_rank = balance(random_samples(UNEVEN), 100, 2)
     assert len(per_rank[0]) == len(per_rank[1])
     assert_close(outcome.kept(name), alone(outcome.untied, pack(random_samples(UNEVEN), 1000), decoupled_clip))
+
+
+@pytest.mark.parametrize("max_tokens", [1000, 60, 30])
+@pytest.mark.parametrize("name", ["token_mean", "sequence_mean_of_means", "sequence_mean_of_sums"])
+def test_shared_prompts_over_two_ranks_have_the_gradient_of_one_process(
+    name: AggregationName, max_tokens: int, outcome: Outcome
+) -> None:
+    """One to several micro-batches on each of two ranks, against all samples packed one by one on one."""
+    samples = group_samples([7, 12, 4], [[5, 9, 1], [3, 3, 14, 6], [8]])
+    counts = {1000: 1, 60: 1, 30: 2}
+    assert len(balance(samples, max_tokens, 2, share_prompts=True)[0]) >= counts[max_tokens]
+    one_by_one = [m for sample in samples for m in pack([sample], 1000)]
+    assert_close(outcome.kept(f"{name}_{max_tokens}"), alone(outcome.tied, one_by_one, gspo, Aggregation(name)))
+    assert outcome.stats[f"{name}_{max_tokens}"]["num_trained_sequences"] == 8
+
+
+def test_one_group_is_shared_between_two_ranks(outcome: Outcome) -> None:
+    samples = group_samples([7, 12, 4], [[5, 9, 1], [3, 3, 14, 6], [8]])[:3]
+    assert_close(outcome.kept("one_group"), alone(outcome.tied, pack(samples, 1000), gspo))
 
 
 def test_a_fully_masked_rank_does_not_dilute_the_other(outcome: Outcome) -> None:
