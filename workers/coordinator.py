@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from async_rl.coordinator.loop import CoordinatorLoop, CoordinatorSettings
-from async_rl.coordinator.prompts import PromptSource
+from async_rl.coordinator.sources import TaskSource
 from async_rl.launch.inputs import open_prompts
 from async_rl.registry.redis_registry import RedisRegistry
 from async_rl.run_dir.intake_log import read_log
@@ -20,7 +20,9 @@ def main() -> None:
 def plan(arguments: RoleArguments) -> dict[str, str]:
     """What --dry-run says beside the rest. Raises: ConfigError, DataError."""
     source = open_prompts(arguments.config)
-    return {"data": f"{arguments.config.data.source}, {source.num_rows:,} rows"}
+    data = arguments.config.data
+    names = ", ".join(str(entry["source"]) for entry in data.mix) or data.source
+    return {"data": f"{names}, {source.num_rows:,} rows"}
 
 
 def run(arguments: RoleArguments) -> None:
@@ -29,7 +31,7 @@ def run(arguments: RoleArguments) -> None:
         raise SystemExit(STOPPED)
 
 
-async def _coordinate(arguments: RoleArguments, source: PromptSource) -> bool:
+async def _coordinate(arguments: RoleArguments, source: TaskSource) -> bool:
     """True: the run has ended. False: stopped before."""
     streams = connect(arguments)
     await streams.open()

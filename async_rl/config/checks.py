@@ -171,11 +171,26 @@ def _rewards(config: RunConfig) -> Iterator[str]:
 
 
 def _data(config: RunConfig) -> Iterator[str]:
-    if config.data.source == "environment" and config.environment.name in ("prompt_reward", "verify"):
+    if config.data.source == "environment" and not config.data.mix and config.environment.name in ("prompt_reward", "verify"):
         yield (
             f"data.source='environment' with environment.name={config.environment.name!r}, which brings no prompts of its own; "
             "set data.source to a .jsonl or .parquet file or a dataset directory"
         )
+
+
+def _mix(config: RunConfig) -> Iterator[str]:
+    names = [str(entry.get("source")).rpartition("/")[2].partition(".")[0] for entry in config.data.mix]
+    for index, entry in enumerate(config.data.mix):
+        key, weight = f"data.mix[{index}]", entry.get("weight", 1.0)
+        unknown = [name for name in entry if name not in ("source", "weight", "split", "prompt_column")]
+        if not isinstance(entry.get("source"), str) or unknown:
+            yield f"{key}={entry!r} needs source, and takes weight, split and prompt_column"
+        elif isinstance(weight, bool) or not isinstance(weight, int | float) or weight <= 0:
+            yield f"{key}.weight={weight!r} must be a number above 0"
+        elif names[index] in names[:index]:
+            yield f"{key}.source={entry['source']!r}: another source is named {names[index]} too, and tasks are named by it; rename"
+    if config.data.mix and config.data.source != "environment":
+        yield f"data.source={config.data.source!r} has no effect with data.mix; list it there, or remove one of them"
 
 
 def _schedule(config: RunConfig) -> Iterator[str]:
@@ -260,6 +275,7 @@ CHECKS: Sequence[Check] = (
     _engine_capacity,
     _rewards,
     _data,
+    _mix,
     _schedule,
     _betas,
     _redis,

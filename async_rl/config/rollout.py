@@ -15,6 +15,9 @@ class DataConfig(StrictModel):
     source: str = "environment"
     """`environment` (the built-in task's own rows), or a path: a .jsonl or .parquet file, or a Hugging Face dataset
     directory."""
+    mix: list[dict[str, Any]] = Field(default_factory=list)
+    """Several sources instead of one: tables of `source` (a path as above, or `environment`), `weight` and, where they differ
+    from the settings below, `split` and `prompt_column`. Tasks come from each in proportion to its weight."""
     split: str = "train"
     """Split to read from a Hugging Face dataset directory; other sources have one split."""
     prompt_column: str = "prompt"

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from async_rl.config.run import RunConfig
 from async_rl.coordinator.admission import may_issue
 from async_rl.coordinator.leases import Leases
-from async_rl.coordinator.prompts import PromptSource
 from async_rl.coordinator.pushes import PushSupervisor
+from async_rl.coordinator.sources import TaskSource
 from async_rl.errors import QueueFull, QueueUnavailable
 from async_rl.logs import Event, get_logger
 from async_rl.registry.versions import RegistryState, VersionRegistry, min_served
@@ -73,7 +73,7 @@ class CoordinatorLoop:
         self,
         streams: Streams,
         registry: VersionRegistry,
-        source: PromptSource,
+        source: TaskSource,
         settings: CoordinatorSettings,
         *,
         read_log: Callable[[], LogIndex] = LogIndex,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_rl.config import RunConfig
-from async_rl.coordinator.prompts import PromptSource
+from async_rl.coordinator.sources import TaskSource
 from async_rl.errors import CodecError, DataError, RunDirError
 from async_rl.launch.inputs import open_prompts
 from async_rl.launch.look import config_of_run
@@ -65,7 +65,7 @@ class DeadLetters:
         dead = await self.entry(entry_id)
         await self.streams.drop_dead(dead.entry_id)
 
-    async def _next_repeat(self, source: PromptSource, task_id: str) -> IssuedTask:
+    async def _next_repeat(self, source: TaskSource, task_id: str) -> IssuedTask:
         """The task of the same row under the first id that neither the log nor the queue has seen."""
         layout = RunLayout(self.config.run_dir)
         index = read_log(layout.intake_dir)
@@ -79,7 +79,7 @@ class DeadLetters:
                 return IssuedTask(name, encode_task(source, name))
 
 
-def encode_task(source: PromptSource, task_id: str) -> bytes:
+def encode_task(source: TaskSource, task_id: str) -> bytes:
     """The task made again from its row. Raises: DataError if the id is not of this run's data."""
     task = source.task_of(task_id)
     if task is None:

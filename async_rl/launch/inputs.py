@@ -6,8 +6,9 @@ from pathlib import Path
 
 from async_rl.checks.findings import Finding, fail, ok
 from async_rl.config import RunConfig
-from async_rl.coordinator.prompts import BUILT_IN_SOURCE, PromptSource
+from async_rl.coordinator.prompts import BUILT_IN_SOURCE
 from async_rl.coordinator.rows import require_rows
+from async_rl.coordinator.sources import TaskSource, open_source
 from async_rl.environments.load import load_environment, require_environment
 from async_rl.errors import ConfigError, DataError
 
@@ -19,8 +20,9 @@ def require_inputs(config: RunConfig) -> None:
     """
     require_model(config)
     require_environment(config.environment)
-    if config.data.source != BUILT_IN_SOURCE:
-        require_rows(Path(config.data.source))
+    for source in [str(entry["source"]) for entry in config.data.mix] or [config.data.source]:
+        if source != BUILT_IN_SOURCE:
+            require_rows(Path(source))
 
 
 def require_model(config: RunConfig) -> None:
@@ -42,6 +44,6 @@ def check_inputs(config: RunConfig) -> list[Finding]:
     return [ok("model and data", f"{config.model.path}; prompts from {config.data.source}")]
 
 
-def open_prompts(config: RunConfig, run_id: str = "") -> PromptSource:
+def open_prompts(config: RunConfig, run_id: str = "") -> TaskSource:
     """Import the environment and check every row of the data. Raises: ConfigError, DataError."""
-    return PromptSource.from_config(config, run_id, load_environment(config.environment))
+    return open_source(config, run_id, load_environment(config.environment))

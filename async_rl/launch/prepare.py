@@ -45,6 +45,7 @@ class Fork:
 FIXED_KEYS = (
     "seed",
     "data.source",
+    "data.mix",
     "data.split",
     "data.prompt_column",
     "data.shuffle",

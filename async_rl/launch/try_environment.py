@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 
 from async_rl.config import RunConfig
-from async_rl.coordinator.prompts import PromptSource
+from async_rl.coordinator.sources import open_source
 from async_rl.environments.base import GroupScorer
 from async_rl.environments.load import close_environment, load_environment
 from async_rl.errors import ConfigError, DataError, EngineError
@@ -50,7 +50,7 @@ def try_environment(config: RunConfig, policy: Policy, *, first_row: int, rows: 
 async def _play(config: RunConfig, policy: Policy, cursors: Sequence[int], members: int) -> list[TrajectoryGroup]:
     environment = load_environment(config.environment)
     rollout_config = config.rollout.model_copy(update={"group_size": members})
-    source = PromptSource.from_config(config.model_copy(update={"rollout": rollout_config}), "try", environment)
+    source = open_source(config.model_copy(update={"rollout": rollout_config}), "try", environment)
     tokenizer = cast(Tokenizer, load_tokenizer(config.model.path))
     stops = stop_token_ids(config.model.path, load_tokenizer(config.model.path))
     engine = await _engine(config, policy, tokenizer)

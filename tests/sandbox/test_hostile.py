@@ -7,12 +7,12 @@ import os
 import socket
 from pathlib import Path
 
-import hostile
 import psutil
 import pytest
 
 from async_rl.environments.verifiers.code_tests import CodeTests
 from async_rl.environments.verifiers.sandbox import SandboxError
+from async_rl.testing import hostile
 
 SEED = 0
 VARIANTS, SMOKE_VARIANTS = 60, 4
