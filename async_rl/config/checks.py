@@ -188,7 +188,7 @@ def _mix(config: RunConfig) -> Iterator[str]:
         elif isinstance(weight, bool) or not isinstance(weight, int | float) or weight <= 0:
             yield f"{key}.weight={weight!r} must be a number above 0"
         elif names[index] in names[:index]:
-            yield f"{key}.source={entry['source']!r}: another source is named {names[index]} too, and tasks are named by it; rename"
+            yield f"{key}.source={entry['source']!r}: another source is named {names[index]} too, which names its tasks"
     if config.data.mix and config.data.source != "environment":
         yield f"data.source={config.data.source!r} has no effect with data.mix; list it there, or remove one of them"
 

@@ -281,6 +281,7 @@ def find_layout(python: str | None) -> Sequence[str]:
     binds = [argument for path in library for argument in ("--ro-bind", path, path)]
     return [
         *(bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session", "--clearenv"),
+        "--as-pid-1",  # bwrap itself waits for it and leaves no dead process to others
         *("--cap-drop", "ALL", "--hostname", "sandbox", *binds, "--ro-bind", executable, executable),
         *("--dev", "/dev", "--size", str(_TMP_BYTES), "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/"),
         *("--setenv", "PYTHONIOENCODING", "utf-8", "--setenv", "PYTHONHASHSEED", "0", executable, "-I", "-S", "-B"),

@@ -81,7 +81,7 @@ def test_a_config_mixes_files(tmp_path: Path) -> None:
     assert Counter(task.source for cursor in range(8) if (task := mixed.task_at(cursor)) is not None) == {"sums": 6, "words": 2}
     for wrong, message in (
         (mix.replace("weight = 3", "weight = 0"), "above 0"),
-        (mix.replace("words", "sums"), "name of another"),
+        (mix.replace("words", "sums"), "is named sums too"),
     ):
         with pytest.raises(ConfigError, match=message):
             check(load_config(None, [f"--data.mix={wrong}", *arguments[1:]], {}).config)
