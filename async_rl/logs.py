@@ -63,6 +63,7 @@ class Event(StrEnum):
     PROMPT_SKIPPED = "prompt.skipped"
     GROUP_DROPPED = "group.dropped"
     GROUP_INVALID = "group.invalid"
+    ALL_INVALID = "groups.all_invalid"
     STRAGGLERS_GIVEN_UP = "stragglers.given_up"
     GROUP_QUARANTINED = "group.quarantined"
     REWARD_INVALID = "reward.invalid"

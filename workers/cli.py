@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -28,7 +29,7 @@ WITH_OVERRIDES = ("run", "try", "demo", "config", "doctor")
 
 app = typer.Typer(
     add_completion=False,
-    no_args_is_help=True,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     help="Asynchronous off-policy RL for language models. Any setting of a config can be set: --section.key=value.",
 )
@@ -40,6 +41,18 @@ RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory."
 
 app.command("check-rewards")(check_rewards_command)
 app.command("try")(try_command)
+
+
+@app.callback()
+def top(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False
+) -> None:
+    if version:
+        print(f"async-rl {metadata.version('async-rl')}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -211,13 +224,18 @@ def validate(
 @app.command("config")
 def config_command(
     context: typer.Context,
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file.", show_default=False)],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="TOML file or run directory.", show_default=False)],
     toml: Annotated[bool, typer.Option("--toml", help="Print TOML that can be loaded again (passwords hidden).")] = False,
     debug: Debug = False,
 ) -> None:
-    """Show the resolved config, and where each value came from."""
+    """Show the resolved config of a file or of a run, and where each value came from."""
+    from async_rl.run_dir.layout import RunLayout
+
     del debug
-    loaded = load_config(config, overrides_of(context))
+    path, env = config, dict(os.environ)
+    if config.is_dir():  # what a run runs with is resolved: the environment no longer counts
+        path, env = RunLayout(config).config_toml, {}
+    loaded = load_config(path, overrides_of(context), env)
     check(loaded.config)
     if toml:
         sys.stdout.write(dump_toml(loaded.config, redact=True))

@@ -200,6 +200,7 @@ def _page(
     return SummaryPage(
         title=f"{config.environment.name}  [dim]{prepared.identity.run_id}[/]",
         figures=figures,
+        max_lag=config.staleness.max_lag,
         history=history,
         num_prompts=end.num_prompts,
         start=Accuracy(start.mean_reward, start.standard_error),
@@ -228,10 +229,11 @@ def _paired(before: Sequence[SampleCompletion], after: Sequence[SampleCompletion
 def next_commands(config: RunConfig, layout: RunLayout) -> Sequence[tuple[str, str]]:
     """Commands that work as they stand."""
     name, root = program(), layout.root
+    length = 6 if config.environment.args.get("length") == 5 else 5
     return (
         (f"{name} show {root}", "a trajectory of the run: tokens, logprobs, versions, reward"),
         (f"{name} audit {root}", "how every task of the run ended"),
-        (f"{name} demo --run_dir={root}-5 --environment.args.length=5", "another length of the task"),
+        (f"{name} demo --run_dir={root}-{length} --environment.args.length={length}", "another length of the task"),
         (f"{name} demo --run_dir={root} --resume --trainer.max_steps={config.trainer.max_steps * 2}", "train further"),
     )
 

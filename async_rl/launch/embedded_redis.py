@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol
+from urllib.parse import quote
 
 from async_rl.errors import QueueUnavailable, RunDirError
 from async_rl.launch.processes import ALLOCATOR
@@ -120,7 +121,7 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        return f"unix://{self.socket_path}"
+        return f"unix://{quote(str(self.socket_path))}"  # a path may hold ?, # and %, which mean something in an address
 
     @property
     def pid(self) -> int | None:

@@ -25,6 +25,7 @@ from async_rl.launch.run_lock import run_lock
 from async_rl.launch.supervisor import Patience, StopRequest, Supervisor, catch_stop_signals
 from async_rl.logs import Event
 from async_rl.monitor.metrics_file import MetricsHistory
+from async_rl.monitor.notices import Notices
 from async_rl.monitor.roles import Display, Silent
 from async_rl.monitor.terminal import progress_display
 from async_rl.run_dir.files import JsonLinesWriter
@@ -118,6 +119,13 @@ def _run_roles(
 ) -> int | None:
     """See the roles to their end, which a signal may bring (its number)."""
     layout, lease_s = prepared.layout, config.redis.lease_s
+    notices = Notices(layout.events_jsonl)
+
+    def check() -> None:
+        keep_up()
+        for line in notices.new():
+            display.note(line)
+
     with LeaseWatch(redis_url, prepared.identity.run_id, every_s=min(1.0, lease_s / 4), gap_s=max(2.0, lease_s / 2)) as leases:
         supervisor = Supervisor(
             lambda: role_table(config, layout, redis_url=redis_url, master_port=free_port()),
@@ -127,7 +135,7 @@ def _run_roles(
             leases=leases,
             display=display,
             patience=patience_of(config),
-            check=keep_up,
+            check=check,
             on_event=events.write,
         )
         return supervisor.run(stop)

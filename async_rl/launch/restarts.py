@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from async_rl.errors import CheckpointError, ConfigError, DataError
+from async_rl.errors import REFUSED, CheckpointError, ConfigError, DataError, DeadlineExceeded
 
-HOPELESS = frozenset({ConfigError.exit_code, DataError.exit_code, CheckpointError.exit_code})
-"""Exit codes that another start will end with too: settings, data, run directory."""
+HOPELESS = frozenset({ConfigError.exit_code, DataError.exit_code, CheckpointError.exit_code, REFUSED})
+"""Exit codes that another start will end with too: settings, data, run directory, a server that refuses us. Not a server that
+does not answer: it may come back."""
 NEVER_HEALTHY_TRIES = 3
 """A role that ended this often by itself before it ever held a lease is broken, not unlucky."""
+
+
+def is_hopeless(code: int | None, *, has_peers: bool) -> bool:
+    """Whether another start would end alike. has_peers: the role is a worker among others of its kind.
+
+    A worker whose deadline passed may be what hung. A trainer whose deadline passed waited for the others, and would again.
+    """
+    return code in HOPELESS or (code == DeadlineExceeded.exit_code and not has_peers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Protocol
 from async_rl.errors import FENCED, AsyncRLError, DeadlineExceeded, ProtocolError, RoleFailed
 from async_rl.launch.lease_watch import Leases, NoLeases
 from async_rl.launch.processes import RoleProcess, RoleSpec, role_failed, signal_name
-from async_rl.launch.restarts import HOPELESS, NEVER_HEALTHY_TRIES, RestartPolicy
+from async_rl.launch.restarts import NEVER_HEALTHY_TRIES, RestartPolicy, is_hopeless
 from async_rl.launch.units import Unit, UnitState, make_units
 from async_rl.logs import Event
 from async_rl.monitor.roles import Display, Silent
@@ -257,7 +257,7 @@ class Supervisor:
         for dead in unit.processes:
             if dead.spec.worker_id:
                 self._leases.give_up(dead.spec.worker_id)
-        if code in HOPELESS:
+        if is_hopeless(code, has_peers=bool(unit.kind)):
             raise error
         wait_s = unit.history.fail(now, lived_s=now - unit.started_at)
         self._on_event(Event.ROLE_FAILED, name=unit.name, failed=process.spec.name, reason=reason, count=unit.history.count)

@@ -48,6 +48,8 @@ class SummaryPage:
 
     title: str
     figures: RunFigures
+    max_lag: int
+    """staleness.max_lag of the run."""
     history: MetricsHistory
     num_prompts: int
     start: Accuracy
@@ -109,7 +111,7 @@ def _middle(page: SummaryPage, width: int) -> RenderableType:
         ("idle", f"trainer {share(figures.trainer_idle_share)}, rollout {share(figures.rollout_idle_share)}"),
         ("push", f"{seconds(figures.push_p50_s)} (median of {figures.num_pushes})"),
         ("parity", f"{number(figures.parity_max_abs)} max over {figures.parity_tokens:,} tokens"),
-        ("lag", f"mean {number(figures.lag_mean, 2)}, max {count(figures.lag_max)}"),
+        ("lag", f"mean {number(figures.lag_mean, 2)}, max {count(figures.lag_max)}{_masked_beyond(page)}"),
         ("dropped", f"{share(figures.dropped_share)} of trajectories"),
         ("masked", f"{share(figures.masked_share)} of trajectories"),
     ):
@@ -123,6 +125,12 @@ def _middle(page: SummaryPage, width: int) -> RenderableType:
     table.add_column()
     table.add_row(left, right)
     return table
+
+
+def _masked_beyond(page: SummaryPage) -> str:
+    """A trajectory's lag is that of its oldest token, masked or not: say so where it is above what may train."""
+    highest, masked = page.figures.lag_max, page.figures.masked_share
+    return f" (beyond {page.max_lag} masked)" if highest is not None and highest > page.max_lag and masked else ""
 
 
 def _samples(samples: Sequence[Sample]) -> RenderableType:

@@ -27,6 +27,7 @@ from async_rl.errors import CodecError, EpochFenced
 from async_rl.logs import Event, get_logger
 from async_rl.run_dir.intake_log import Compaction, IntakeLog, Position, count_ends, unsettled_ends
 from async_rl.run_dir.records import DeadRecord, EndRecord, GroupRecord, GroupUse, Record, SkipRecord, StepRecord
+from async_rl.trainer.untrained import Untrained
 from protocol.codec import decode_group
 from protocol.deliveries import group_of
 from protocol.lease import Work
@@ -116,6 +117,7 @@ class Intake:
         self._on_invalid = on_invalid
         self._pending: dict[str, _Pending] = {}
         self._discarded = sum(count for end, count in count_ends(log.index).items() if end != EndReason.TRAINED)
+        self.untrained = Untrained()
         self._writing = asyncio.Lock()
         self.work = Work()
         """Writing the log: a disk that does not answer stands still here."""
@@ -329,11 +331,12 @@ class Intake:
         )
         record = StepRecord(step, version, batch, trains, uses, self._settings.seed ^ step, last, planned)
         await self._write([record])
-        for use, verdict in zip(uses, verdicts, strict=True):
-            pending = self._pending.pop(use.task_id)
+        for use, group, verdict in zip(uses, groups, verdicts, strict=True):
+            del self._pending[use.task_id]
+            self.untrained.count(group, verdict)
             for member, trajectory in enumerate(verdict.trajectories):
                 if isinstance(trajectory.reason, InvalidReason):
-                    self._on_invalid(pending.group, member, trajectory.reason)
+                    self._on_invalid(group, member, trajectory.reason)
             if use.end is not EndReason.TRAINED:
                 self._discarded += 1
                 self._say_discarded(use, verdict)

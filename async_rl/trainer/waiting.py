@@ -43,6 +43,7 @@ class BatchWait:
         self._vet = vet
         self._now = now
         self._log = get_logger()
+        self._said_invalid = False
         self.stragglers = StragglerWait(streams, config.staleness, now=now)
         self.arrived = asyncio.Event()
         self.stopping = asyncio.Event()
@@ -65,6 +66,7 @@ class BatchWait:
             if intake.discarded != discarded:  # admission replaces what was ended
                 discarded = intake.discarded
                 await self._streams.report(epoch, discarded=discarded)
+                self._say_if_all_invalid(intake)
             if not batch and await self._data_ended():
                 batch = await intake.compose_batch(version, steps=steps, partial=True)
                 if not batch:
@@ -113,12 +115,23 @@ class BatchWait:
     async def _whom_it_waits_for(self, intake: Intake) -> str:
         counters = await self._streams.counters()
         state = await self._registry.state()
+        untrained = intake.untrained.words()
+        came = f"; {untrained}" if untrained else ""
         workers = {worker.worker_id for worker in await self._streams.workers() if worker.role == "rollout"}
         engines = ", ".join(f"{e.engine_id} {e.status.value} v{e.serving_version}" for e in state.engines.values()) or "none"
         return (
             f"{intake.num_pending} groups waiting of {self._config.trainer.groups_per_step} needed, {counters.outstanding} "
-            f"tasks outstanding of {counters.issued} issued, {len(workers)} rollout workers alive, engines: {engines}"
+            f"tasks outstanding of {counters.issued} issued, {len(workers)} rollout workers alive, engines: {engines}{came}"
         )
+
+    def _say_if_all_invalid(self, intake: Intake) -> None:
+        """A broken scorer uses up the data and trains nothing: said after a step's worth, not when the wait is over."""
+        in_a_row = intake.untrained.invalid_in_a_row
+        if in_a_row < self._config.trainer.groups_per_step:
+            self._said_invalid = self._said_invalid and in_a_row > 0
+        elif not self._said_invalid:
+            self._said_invalid = True
+            self._log.error(Event.ALL_INVALID, groups=in_a_row, reason=intake.untrained.reasons())
 
     async def _data_ended(self) -> bool:
         counters = await self._streams.counters()

@@ -26,7 +26,6 @@ from protocol.redis_streams import RedisStreams
 
 MARK = "BAD_INPUT_TEST"
 REWARD = "def score(completion, row):\n    return float(len(completion) % 3)\n"
-pytestmark = pytest.mark.xdist_group("runs")
 BOUNDED_S = 90.0  # far above what any of these takes: a command that hangs fails here, not at the suite's limit
 
 
@@ -172,7 +171,7 @@ def test_a_server_that_evicts_is_refused(command: Callable[..., Ended], config: 
     with EmbeddedRedis(tmp_path / "server", appendfsync="everysec") as server:
         _ask(server, "CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
         ended = command("coordinator", config, f"--run_dir={tmp_path}/run", f"--redis.url={server.url}")
-        assert ended.code == 6
+        assert ended.code == 8
         shown = [line for line in ended.err.splitlines() if line.startswith("error: ")]
         assert len(shown) == 1
         for part in ("maxmemory-policy=allkeys-lru", "CONFIG SET maxmemory-policy noeviction"):
@@ -187,7 +186,7 @@ def test_a_prompt_longer_than_the_context_stops_the_run_and_stays_in_the_queue(
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "1" * 300}) + '\n{"prompt": "21>"}\n')
     ended = command("cli", "run", config, f"--run_dir={tmp_path}/run", "--data.source=long.jsonl")
     assert ended.code == 3
-    for part in ("rollout-0 failed (exit code 3", "task long:0:0:0:", "300 tokens", "256", "data.on_long_prompt = 'skip'"):
+    for part in ("rollout-0 failed (exit code 3", "task long:", ":0:0: ", "300 tokens", "256", "data.on_long_prompt = 'skip'"):
         assert part in ended.error
     layout = RunLayout(tmp_path / "run")
     run_id = json.loads(layout.run_json.read_text())["run_id"]

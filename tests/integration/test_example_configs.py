@@ -99,7 +99,6 @@ def sampled_and_trained(trajectory: Trajectory) -> bool:
     return [position in sampled for position in range(len(trajectory.token_ids))] == [bool(bit) for bit in trajectory.loss_mask]
 
 
-@pytest.mark.xdist_group("runs")
 @pytest.mark.parametrize("name", ["trl_environment", "code_tests"])
 def test_every_role_trains_on_it(name: str, model: Path, tmp_path: Path) -> None:
     config = example(

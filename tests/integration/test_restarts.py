@@ -84,13 +84,29 @@ def test_a_killed_role_starts_again_and_both_are_told(tmp_path: Path) -> None:
     assert nothing_left()
 
 
-@pytest.mark.parametrize("code", [2, 3, 4])
+@pytest.mark.parametrize("code", [2, 3, 4, 8])
 def test_what_another_start_cannot_mend_ends_the_run_at_once(tmp_path: Path, code: int) -> None:
     hopeless = starts(tmp_path / "n", f"raise SystemExit({code})")
     with pytest.raises(RoleFailed) as caught:
         Run(tmp_path).see(role("trainer", FOREVER, leads=True), role("rollout-0", hopeless, kind="rollout"))
     assert caught.value.exit_code == code
     assert (tmp_path / "n").read_text() == "x"
+    assert nothing_left()
+
+
+@pytest.mark.parametrize(("code", "starts_of_trainer", "starts_of_worker"), [(5, 1, 2), (6, 2, 2), (1, 2, 2)])
+def test_who_waited_in_vain_for_the_others_is_not_started_again_but_a_worker_that_did_is(
+    tmp_path: Path, code: int, starts_of_trainer: int, starts_of_worker: int
+) -> None:
+    policy = RestartPolicy(max_restarts=1, backoff_s=0.01, max_backoff_s=0.01)
+    for name, kind, expected in (("trainer", "", starts_of_trainer), ("rollout-0", "rollout", starts_of_worker)):
+        seen = tmp_path / f"starts of {name}"
+        roles = [role(name, starts(seen, f"raise SystemExit({code})"), kind=kind, leads=not kind)]
+        if kind:
+            roles.append(role("trainer", FOREVER, leads=True))
+        with pytest.raises(RoleFailed):
+            Run(tmp_path, policy=policy, floors={"rollout": 1} if kind else {}).see(*roles)
+        assert seen.read_text() == "x" * expected
     assert nothing_left()
 
 

@@ -115,3 +115,11 @@ def test_the_next_commands_name_this_run(tmp_path: Path) -> None:
     commands = [command for command, _ in demo.next_commands(config, RunLayout(config.run_dir))]
     assert all(str(tmp_path / "d") in command for command in commands)
     assert any("--resume" in command and "--trainer.max_steps=1600" in command for command in commands)
+
+
+@pytest.mark.parametrize(("length", "other"), [(6, 5), (5, 6), (7, 5)])
+def test_another_length_is_suggested_than_the_one_just_trained(tmp_path: Path, length: int, other: int) -> None:
+    config = demo.demo_config([f"--run_dir={tmp_path}/d", f"--environment.args.length={length}"])
+    commands = [command for command, _ in demo.next_commands(config, RunLayout(config.run_dir))]
+    assert [command for command in commands if command.endswith(f"d-{other} --environment.args.length={other}")]
+    assert not any(f"length={length}" in command for command in commands)

@@ -246,3 +246,10 @@ def test_roles_find_the_server_of_their_run(short_dir: Path) -> None:
         assert resolve_url(Address("embedded"), short_dir) == server.url
     with pytest.raises(QueueUnavailable):
         resolve_url(Address("embedded"), short_dir)
+
+
+@pytest.mark.parametrize("name", ["a?b", "a#b", "a%20b", "a b"])
+def test_a_directory_may_have_a_name_that_means_something_in_an_address(short_dir: Path, name: str) -> None:
+    with EmbeddedRedis(short_dir / name, appendfsync="everysec") as server, _client(server.url) as client:
+        assert client.ping()
+    assert (short_dir / name).is_dir()

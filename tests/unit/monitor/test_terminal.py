@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,7 @@ def test_the_summary_fits_the_terminal_and_tells_all_of_it(layout: RunLayout, wi
     page = SummaryPage(
         title="sort_digits",
         figures=FIGURES,
+        max_lag=4,
         history=history,
         num_prompts=512,
         start=Accuracy(0.4, 0.02),
@@ -221,6 +223,7 @@ def test_a_run_without_a_step_has_a_summary_too(layout: RunLayout) -> None:
     page = SummaryPage(
         title="t",
         figures=FIGURES,
+        max_lag=4,
         history=MetricsHistory(layout.metrics_jsonl),
         num_prompts=1,
         start=Accuracy(0.0, 0.0),
@@ -232,3 +235,31 @@ def test_a_run_without_a_step_has_a_summary_too(layout: RunLayout) -> None:
     screen = Screen(terminal=False)
     print_summary(page, screen.console)
     assert "no optimizer step was logged" in screen.text
+
+
+@pytest.mark.parametrize(
+    ("highest", "masked", "told"),
+    [(3, 0.1, "max 3"), (6, 0.1, "max 6 (beyond 4 masked)"), (6, 0.0, "max 6"), (None, 0.0, "max –")],
+)
+def test_the_summary_explains_a_lag_above_what_may_train(
+    layout: RunLayout, highest: int | None, masked: float, told: str
+) -> None:
+    layout.metrics_jsonl.write_text(line(1) + line(2))
+    history = MetricsHistory(layout.metrics_jsonl)
+    history.refresh()
+    page = SummaryPage(
+        title="t",
+        figures=replace(FIGURES, lag_max=highest, masked_share=masked),
+        max_lag=4,
+        history=history,
+        num_prompts=1,
+        start=Accuracy(0.0, 0.0),
+        end=Accuracy(0.0, 0.0),
+        samples=[],
+        places=[],
+        next_commands=[],
+    )
+    screen = Screen(terminal=False)
+    print_summary(page, screen.console)
+    assert f"mean 1.25, {told}" in screen.text
+    assert ("beyond" in screen.text) == ("beyond" in told)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,18 @@ def test_help_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
         assert f" {command} " in shown
 
 
+def test_the_bare_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call() == 0
+    shown = capsys.readouterr()
+    assert "Usage" in shown.out
+    assert shown.err == ""
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--version") == 0
+    assert capsys.readouterr().out == f"async-rl {metadata.version('async-rl')}\n"
+
+
 def test_a_dry_run_names_every_process_and_starts_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("demo", "--dry-run", f"--run_dir={tmp_path}/d", "--rollout.workers=2") == 0
     shown = capsys.readouterr().out
@@ -117,6 +130,15 @@ def test_config_shows_values_with_where_they_came_from(config_file: Path, capsys
     assert row.split() == ["trainer.max_steps", "7", "flag", "--trainer.max_steps=7"]
     assert next(line for line in shown.splitlines() if line.startswith("seed")).split() == ["seed", "0", "default"]
     assert "hunter2" not in shown
+
+
+def test_config_of_a_run_is_what_it_runs_with_whatever_the_environment_says(
+    finished_run: RunLayout, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNC_RL_SEED", "5")
+    assert call("config", str(finished_run.root)) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("seed"))
+    assert row.split()[:2] == ["seed", "0"]
 
 
 def test_config_as_toml_hides_passwords(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
