@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from async_rl.errors import DeadlineExceeded
+from async_rl.errors import STALLED
 
 HUNG = """
 import asyncio, threading
@@ -40,7 +40,7 @@ def test_a_process_with_a_thread_that_hangs_ends_by_itself_and_says_where_it_sto
         check=False,
         env={**os.environ, "PYTHONPATH": root},
     )
-    assert done.returncode == DeadlineExceeded.exit_code
+    assert done.returncode == STALLED
     assert "in hang_here" in done.stderr
     assert "error: trainer-0 made no progress for" in done.stderr
     assert "in: train, after micro-batch 2; its lease is gone" in done.stderr
