@@ -19,13 +19,13 @@ import numpy.typing as npt
 import torch
 
 from async_rl.config.rollout import RolloutConfig
-from async_rl.errors import DataError, DeadlineExceeded, EngineError, ManifestMismatch, NotServing
+from async_rl.errors import DeadlineExceeded, EngineError, ManifestMismatch, NotServing
 from async_rl.rollout.engine import Completion, Phase
 from async_rl.rollout.model_names import ModelNames
 from async_rl.rollout.requests import checked_request
 from async_rl.rollout.vllm_host import Sampled, VllmHost
 from async_rl.rollout.vllm_labels import LabelledWeights, Labels, Trust
-from async_rl.rollout.vllm_score import score
+from async_rl.rollout.vllm_score import checked_sequence, score
 from async_rl.rollout.vllm_staging import StagingFile
 from async_rl.weights.manifest import Manifest
 from protocol.lease import Work
@@ -35,11 +35,21 @@ MIN_TEMPERATURE = 0.01
 """vLLM raises lower ones to it (vllm/sampling_params.py, _MAX_TEMP)."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What one request got: begun under `asked`, after `queued_s`."""
+
+    sampled: Sampled
+    asked: LabelledWeights
+    queued_s: float
+    generate_s: float
+
+
 @dataclass(slots=True, eq=False)
 class _Running:
     """A `generate` call within the host; `ended_by` says why it was cancelled from here."""
 
-    tasks: Sequence[asyncio.Task[Sampled]]
+    tasks: Sequence[asyncio.Task[_Answer]]
     ended_by: EngineError | None = field(default=None)
 
     def end(self, reason: EngineError) -> None:
@@ -76,6 +86,7 @@ class VllmEngine:
         self._staging = StagingFile(staging_dir)
         self._work = Work(clock=now)
         self._is_paused = False
+        self._num_sampling = 0
         self._labels = Labels()
         self._held: LabelledWeights | None = None
         self._digests: Mapping[str, str] | None = None
@@ -87,6 +98,9 @@ class VllmEngine:
         self._command = asyncio.Lock()  # one of swap, serve, withdraw, score at a time
         self._settled = asyncio.Event()  # set unless swapped-in weights await their proof
         self._settled.set()
+        self._serving = asyncio.Event()  # set while requests may begin, and when none will any more
+        # Waiting is done here and not within vLLM, whose queue is in order of arrival: a probe would wait behind all of it.
+        self._places = asyncio.Semaphore(config.max_running)
         self._running: set[_Running] = set()
         self._give_up: asyncio.TimerHandle | None = None
 
@@ -141,24 +155,19 @@ class VllmEngine:
         """
         self._require_alive()
         self._require_serving()
-        submitted_s = self._now()
-        checked_request(prompt_ids, sampling, max_context=self._max_context, vocab_size=self._vocab_size, now_s=submitted_s)
+        checked_request(prompt_ids, sampling, max_context=self._max_context, vocab_size=self._vocab_size, now_s=self._now())
         if too_cold := [params.temperature for params in sampling if params.temperature < MIN_TEMPERATURE]:
             raise EngineError(
                 f"temperature={too_cold[0]} is below {MIN_TEMPERATURE}, and vLLM would sample at {MIN_TEMPERATURE}"
             )
         if not sampling:
             return []
-        await self._until_settled()
-        asked = self._held_weights()
-        begun_s = self._now()
         room = self._max_context - len(prompt_ids)
-        sampled = await self._sample(list(prompt_ids), [_within(room, params) for params in sampling], asked.label)
-        ended_s = self._now()
-        await self._until_proven(sampled)
-        queued_s, generate_s = begun_s - submitted_s, ended_s - begun_s
+        answers = await self._answers(list(prompt_ids), [_within(room, params) for params in sampling])
+        await self._until_proven([answer.sampled for answer in answers])
         return [
-            self._labels.completion(one, asked, self._config.kv, queued_s=queued_s, generate_s=generate_s) for one in sampled
+            self._labels.completion(one.sampled, one.asked, self._config.kv, queued_s=one.queued_s, generate_s=one.generate_s)
+            for one in answers
         ]
 
     async def score(self, sequences: Sequence[Sequence[int]], *, temperature: float) -> Sequence[npt.NDArray[np.float32]]:
@@ -169,7 +178,7 @@ class VllmEngine:
         self._require_alive()
         if self._phase is Phase.WITHDRAWN:
             raise NotServing(f"engine {self._engine_id} scores nothing: {self._reason}")
-        checked = [self._checked_sequence(sequence) for sequence in sequences]
+        checked = [checked_sequence(one, max_context=self._max_context, vocab_size=self._vocab_size) for one in sequences]
         async with self._command, self._bounded("a score"):
             return await score(self._host, checked, temperature, self._max_context)
 
@@ -237,6 +246,7 @@ class VllmEngine:
             self._phase, self._version = Phase.SERVING, version
             self._stop_giving_up()
             self._settled.set()
+            self._serving.set()
 
     async def withdraw(self, reason: str) -> None:
         """Sample nothing until a later version is served. Requests that may hold tokens of refused weights end with NotServing,
@@ -245,6 +255,7 @@ class VllmEngine:
         async with self._command:
             held = self._held_weights()
             self._phase, self._reason = Phase.WITHDRAWN, f"its weights were withdrawn: {reason}"
+            self._serving.clear()
             async with self._bounded("the withdrawal"):
                 await self._pause(clear_cache=False)
             if held.trust is Trust.UNPROVEN:
@@ -255,14 +266,10 @@ class VllmEngine:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    async def _sample(self, prompt_ids: list[int], sampling: Sequence[SamplingParams], salt: str) -> Sequence[Sampled]:
-        tasks = [
-            asyncio.ensure_future(self._host.sample(prompt_ids, params, salt=salt, on_output=self._on_output))
-            for params in sampling
-        ]
+    async def _answers(self, prompt_ids: list[int], sampling: Sequence[SamplingParams]) -> Sequence[_Answer]:
+        tasks = [asyncio.ensure_future(self._sample(prompt_ids, params)) for params in sampling]
         running = _Running(tasks)
         self._running.add(running)
-        self._watch()
         try:
             return await asyncio.gather(*tasks)
         except asyncio.CancelledError:
@@ -271,22 +278,35 @@ class VllmEngine:
             raise type(running.ended_by)(str(running.ended_by)) from running.ended_by
         finally:
             self._running.discard(running)
-            self._watch()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _until_settled(self) -> None:
-        """Wait while swapped-in weights await their proof. Raises: NotServing; EngineError if the engine ended."""
-        while not self._settled.is_set():
-            await self._next_settlement()
-        self._require_alive()
-        self._require_serving()
+    async def _sample(self, prompt_ids: list[int], params: SamplingParams) -> _Answer:
+        """Wait for a place and for served weights, then sample. Raises: NotServing; EngineError."""
+        asked_s = self._now()
+        async with self._places:
+            await self._until_serving()
+            weights, begun_s = self._held_weights(), self._now()
+            self._num_sampling += 1
+            self._watch()
+            try:
+                sampled = await self._host.sample(prompt_ids, params, salt=weights.label, on_output=self._on_output)
+            finally:
+                self._num_sampling -= 1
+                self._watch()
+        return _Answer(sampled, weights, begun_s - asked_s, self._now() - begun_s)
 
-    async def _next_settlement(self) -> None:
+    async def _until_serving(self) -> None:
+        """Raises: NotServing if it takes too long; EngineError if the engine ended."""
+        while not self._serving.is_set():
+            await self._wait_for(self._serving)
+        self._require_alive()
+
+    async def _wait_for(self, event: asyncio.Event) -> None:
         try:
             async with asyncio.timeout(self._wait_timeout_s):
-                await self._settled.wait()
+                await event.wait()
         except TimeoutError:
             raise NotServing(
                 f"a request waited {self._wait_timeout_s:g} s for engine {self._engine_id} to serve again: {self._reason}"
@@ -296,18 +316,10 @@ class VllmEngine:
         """Hold tokens back until the weights that sampled them are served. Raises: NotServing if they are not."""
         for weights in {weights for one in sampled for weights in self._labels.weights_of(one)}:
             while weights.trust is Trust.UNPROVEN and not self._settled.is_set():
-                await self._next_settlement()
+                await self._wait_for(self._settled)
             self._require_alive()
             if weights.trust is not Trust.PROVEN:
                 raise NotServing(f"engine {self._engine_id} sampled for nothing: {self._reason}")
-
-    def _checked_sequence(self, sequence: Sequence[int]) -> list[int]:
-        ids = [int(token) for token in sequence]
-        if not 1 <= len(ids) <= self._max_context:
-            raise DataError(f"sequence of {len(ids)} tokens cannot be scored: the context holds 1 to {self._max_context}")
-        if min(ids) < 0 or max(ids) >= self._vocab_size:
-            raise DataError(f"sequence holds token ids outside the model's vocabulary of {self._vocab_size}")
-        return ids
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -329,6 +341,7 @@ class VllmEngine:
         self._phase = Phase.UNPROVEN if self._version is None else Phase.SWAPPED
         self._reason = reason
         self._settled.clear()
+        self._serving.clear()
         self._stop_giving_up()
 
     def _refuse_unproven(self) -> None:
@@ -340,7 +353,7 @@ class VllmEngine:
 
     def _watch(self) -> None:
         """Sampling is work that must make progress, unless vLLM is paused."""
-        is_sampling = bool(self._running) and not self._is_paused
+        is_sampling = self._num_sampling > 0 and not self._is_paused
         if is_sampling and not self._work.what:
             self._work.begin("sampling with vLLM")
         elif not is_sampling and self._work.what:
@@ -371,6 +384,7 @@ class VllmEngine:
         self._end_running(self._failure)
         self._stop_giving_up()
         self._settled.set()
+        self._serving.set()
 
     def _start_giving_up(self) -> None:
         """What waits for too long within a paused vLLM is told so."""

@@ -17,6 +17,8 @@ WORKER_EXTENSION = "async_rl.rollout.vllm_worker.WorkerExtension"
 DIGESTS_METHOD = "async_rl_digests"
 LEASH_VARIABLE = "ASYNC_RL_VLLM_STARTER"
 """Process id of who started vLLM: its processes end with their parents (see vllm_plugin)."""
+SCORE_PLACES = 32
+"""Sequences that are scored at a time, beside those that are sampled."""
 OUTPUT_EVERY = 32
 """Tokens of a request between two of its outputs: each one costs the time of some tokens."""
 CPU_BLOCK_SIZE = 32
@@ -94,7 +96,7 @@ def engine_arguments(model_path: Path, config: RolloutConfig, max_context: int) 
         "model": str(model_path),
         "dtype": config.dtype,
         "max_model_len": max_context,
-        "max_num_seqs": config.max_running,
+        "max_num_seqs": config.max_running + SCORE_PLACES,  # a probe never waits for a completion
         "tensor_parallel_size": vllm.tensor_parallel_size,
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from; vLLM's default is untempered

@@ -9,9 +9,18 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from async_rl.rollout.vllm_host import VllmHost
+from async_rl.errors import DataError
+from async_rl.rollout.vllm_host import SCORE_PLACES, VllmHost
 
-MAX_AT_ONCE = 256
+
+def checked_sequence(sequence: Sequence[int], *, max_context: int, vocab_size: int) -> list[int]:
+    """Raises: DataError if the sequence is empty, longer than the context or holds an id outside the vocabulary."""
+    ids = [int(token) for token in sequence]
+    if not 1 <= len(ids) <= max_context:
+        raise DataError(f"sequence of {len(ids)} tokens cannot be scored: the context holds 1 to {max_context}")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        raise DataError(f"sequence holds token ids outside the model's vocabulary of {vocab_size}")
+    return ids
 
 
 async def score(
@@ -23,7 +32,7 @@ async def score(
     next token of its prefix.
     """
     salt = f"score-{secrets.token_hex(8)}"  # what is cached under it is read by this call alone
-    gate = asyncio.Semaphore(MAX_AT_ONCE)
+    gate = asyncio.Semaphore(SCORE_PLACES)
 
     async def next_of(ids: Sequence[int], position: int) -> float:
         async with gate:

@@ -23,8 +23,6 @@ from protocol.messages import SamplingParams
 T = TypeVar("T")
 
 HostFactory = Callable[[Path, RolloutConfig, int], VllmHost]
-LARGE = 64
-"""Hosts that may run at least so many sequences are all alike."""
 
 
 @dataclass(slots=True, eq=False)
@@ -148,4 +146,4 @@ async def _reset(host: VllmHost, path: Path) -> None:
 
 def _key(make: HostFactory, path: Path, config: RolloutConfig, max_context: int) -> str:
     model = hashlib.blake2b((path / "config.json").read_bytes(), digest_size=8).hexdigest()
-    return f"{make} {model} {max_context} {min(config.max_running, LARGE)} {config.dtype} {config.vllm}"
+    return f"{make} {model} {max_context} {config.dtype} {config.vllm}"

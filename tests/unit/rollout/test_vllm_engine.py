@@ -141,11 +141,11 @@ Start = Callable[..., Awaitable[Setup]]
 async def start(tmp_path: Path) -> AsyncIterator[Start]:
     made: list[Setup] = []
 
-    async def begin(kind: TinyModel = TinyModel.LLAMA, *, kv: Any = "recompute", **options: Any) -> Setup:
+    async def begin(kind: TinyModel = TinyModel.LLAMA, *, kv: Any = "recompute", max_running: int = 8, **options: Any) -> Setup:
         host = ScriptedHost()
         engine = VllmEngine(
             host,
-            RolloutConfig(engine="vllm", kv=kv),
+            RolloutConfig(engine="vllm", kv=kv, max_running=max_running),
             "engine-0",
             names=ModelNames.of(make_tiny_model(kind)),
             max_context=16,
@@ -326,6 +326,38 @@ async def test_a_prompt_gets_no_more_tokens_than_the_context_has_left(start: Sta
     assert setup.host.max_new == [13]
     setup.host.step(13)
     assert len((await task)[0].token_ids) == 13
+
+
+async def test_no_more_requests_run_than_may_and_the_next_begin_under_the_weights_of_then(start: Start) -> None:
+    now = [0.0]
+    setup = await start(max_running=1, now=lambda: now[0])
+    await setup.push(1)
+    first, second = await setup.generate(2), await setup.generate(2)
+    assert setup.host.num_running == 1
+    await setup.push(2)
+    now[0] = 3.0
+    setup.host.step(2)
+    await first
+    await turns()
+    assert setup.host.num_running == 1
+    setup.host.step(2)
+    (completion,) = await second
+    assert completion.queued_s == 3.0
+    assert completion.versions.tolist() == [2, 2]
+    assert len(set(setup.host.salts)) == 2
+
+
+async def test_requests_that_have_not_begun_survive_a_withdrawal(start: Start) -> None:
+    setup = await start(max_running=1)
+    await setup.push(1)
+    both = asyncio.ensure_future(setup.engine.generate(PROMPT, [SamplingParams(1.0, 2, seed) for seed in range(2)]))
+    await turns()
+    await setup.engine.withdraw("evicted: late")
+    await setup.push(2)
+    for _ in range(2):
+        setup.host.step(2)
+        await turns()
+    assert [completion.versions.tolist() for completion in await both] == [[2, 2], [2, 2]]
 
 
 async def test_cancelling_a_call_cancels_its_requests(start: Start) -> None:

@@ -21,7 +21,7 @@ from async_rl.testing.tiny_models import make_tiny_model, save_tiny_model
 def test_cpus_get_small_blocks_and_no_compiler_and_gpus_vllms_own() -> None:
     cpu = engine_arguments(Path("m"), RolloutConfig(max_running=7), 99)
     assert (cpu["block_size"], cpu["enforce_eager"], cpu["kv_cache_memory_bytes"]) == (32, True, 2**30)
-    assert (cpu["max_num_seqs"], cpu["max_model_len"], cpu["logprobs_mode"]) == (7, 99, "processed_logprobs")
+    assert (cpu["max_num_seqs"], cpu["max_model_len"], cpu["logprobs_mode"]) == (7 + 32, 99, "processed_logprobs")
     gpu = engine_arguments(Path("m"), RolloutConfig(device="cuda"), 99)
     assert not {"block_size", "enforce_eager", "kv_cache_memory_bytes"} & gpu.keys()
     assert gpu["gpu_memory_utilization"] == 0.9
