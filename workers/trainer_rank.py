@@ -17,7 +17,12 @@ def train(arguments: RoleArguments) -> None:
     config = arguments.config.trainer
     dump_after_s = arguments.config.redis.progress_timeout_s
     with joined_ranks(
-        config.world_size, device=config.device, timeout_s=config.idle_timeout_s, dump_after_s=dump_after_s
+        config.world_size,
+        device=config.device,
+        timeout_s=config.idle_timeout_s,
+        dump_after_s=dump_after_s,
+        shard_size=config.shard_size,
+        watchdog_s=config.watchdog_s,
     ) as ranks:
         learner = make_learner(arguments.config, ranks)
         if not ranks.is_first:

@@ -25,6 +25,7 @@ SYNCS = 20
 SLOW_SYNC_S, HOPELESS_SYNC_S = 0.05, 1.0
 LITTLE_DISK_BYTES, NO_DISK_BYTES = 10 * 2**30, 2**30
 SHARED_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "fuse.sshfs", "9p", "glusterfs"})
+VERSIONS_HELD = 3  # by a push through shared memory, when pushes are slower than steps
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 TORCH_TESTED = "2.13"
 STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
@@ -33,7 +34,8 @@ STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
 def check_machine(config: RunConfig) -> list[Finding]:
     """Run directory, network and libraries of this machine."""
     directory = existing_parent(config.run_dir)
-    return [*check_run_dir(config.run_dir, directory), _shared(config, directory), *_push_store(config), *_libraries(config)]
+    run_dir = [*check_run_dir(config.run_dir, directory), _shared(config, directory)]
+    return [*run_dir, *_push_store(config), *_shared_memory(config), *_libraries(config)]
 
 
 def is_broken(findings: Sequence[Finding]) -> bool:
@@ -134,11 +136,29 @@ def _spans_machines(config: RunConfig) -> bool:
     return host not in LOOPBACK
 
 
+def _shared_memory(config: RunConfig) -> Iterator[Finding]:
+    """Is there room for the versions that a push through shared memory holds?"""
+    weights, name = config.weights, "shared memory"
+    if weights.backend != "shm":
+        return
+    if not weights.shm_dir.is_dir():
+        advice = "set weights.shm_dir to a memory file system, or use weights.backend = gloo"
+        yield fail(name, f"weights.shm_dir={weights.shm_dir} is no directory", advice)
+        return
+    free = shutil.disk_usage(weights.shm_dir).free
+    needed = VERSIONS_HELD * sum(path.stat().st_size for path in config.model.path.glob("*.safetensors"))
+    found = f"{weights.shm_dir} has {free:,} bytes free; {VERSIONS_HELD} versions of the model take about {needed:,}"
+    advice = (
+        "make it larger (docker run --shm-size, compose shm_size, emptyDir with medium Memory), or use weights.backend = gloo"
+    )
+    yield ok(name, found) if free >= needed else fail(name, found, advice)
+
+
 def _push_store(config: RunConfig) -> Iterator[Finding]:
     """May the trainer bind where engines are to fetch weights, and can engines elsewhere reach that?"""
     host, name = config.weights.host, "push store"
-    if config.weights.backend == "disk":
-        yield ok(name, "not used by weights.backend = disk")
+    if config.weights.backend in ("disk", "shm"):
+        yield ok(name, f"not used by weights.backend = {config.weights.backend}")
         return
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]

@@ -262,6 +262,25 @@ def _vllm(config: RunConfig) -> Iterator[str]:
         yield "rollout.vllm.servers names a server twice: a server takes its weights from one worker; name each once"
 
 
+def _shard_size(config: RunConfig) -> Iterator[str]:
+    shard, size = config.trainer.shard_size, config.trainer.world_size
+    if shard is not None and size % shard:
+        fitting = [str(n) for n in range(1, size + 1) if size % n == 0]
+        yield (
+            f"trainer.shard_size={shard} does not divide trainer.world_size={size}: copies of the model would be of unequal "
+            f"size; set it to {' or '.join(fitting)}"
+        )
+
+
+def _nccl(config: RunConfig) -> Iterator[str]:
+    devices = {"trainer.device": config.trainer.device, "rollout.device": config.rollout.device}
+    if config.weights.backend != "nccl":
+        return
+    for key, device in devices.items():
+        if not device.startswith("cuda"):
+            yield f"weights.backend='nccl' moves weights between GPUs, but {key}={device!r}; set it to 'cuda' or use 'gloo'"
+
+
 CHECKS: Sequence[Check] = (
     _truncated_sampling,
     _group_size,
@@ -281,4 +300,6 @@ CHECKS: Sequence[Check] = (
     _redis,
     _world_size,
     _vllm,
+    _shard_size,
+    _nccl,
 )

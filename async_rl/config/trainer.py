@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -29,6 +30,11 @@ class TrainerConfig(StrictModel):
 
     world_size: int = Field(1, ge=1)
     """FSDP2 ranks."""
+    shard_size: int | None = Field(None, ge=1)
+    """Ranks that shard one copy of the model (HSDP: every other group of as many ranks holds a copy of its own); unset: all
+    ranks shard one copy."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory, and step there."""
     groups_per_step: int = Field(16, ge=1)
     """Groups per optimizer step."""
     steps_per_batch: int = Field(1, ge=1)
@@ -63,6 +69,8 @@ class TrainerConfig(StrictModel):
     """CPU threads per rank."""
     device: str = "cpu"
     """torch device type of the ranks: cpu or cuda."""
+    watchdog_s: float = Field(60.0, gt=0)
+    """A rank that waits in one collective for longer says so, with what every other rank does."""
     idle_timeout_s: float = Field(600.0, gt=0)
     """The trainer gives up, and says whom it waited for, when no group arrives for this long."""
 
@@ -97,8 +105,9 @@ class CheckpointConfig(StrictModel):
 class WeightsConfig(StrictModel):
     """How new versions reach the engines."""
 
-    backend: Literal["gloo", "disk"] = "gloo"
-    """Transport of weight pushes."""
+    backend: Literal["gloo", "shm", "nccl", "disk"] = "gloo"
+    """Transport of weight pushes: `gloo` (any hosts, CPU memory), `shm` (shared memory of one host), `nccl` (between GPUs),
+    `disk` (safetensors in the run directory)."""
     push_every: int = Field(1, ge=1)
     """Optimizer steps between pushes."""
     deadline_s: float = Field(30.0, gt=0)
@@ -109,8 +118,14 @@ class WeightsConfig(StrictModel):
     """Bytes per broadcast."""
     probe_sequences: int = Field(2, ge=1)
     """Sequences scored by engine and trainer after each push."""
+    probe_tokens: int = Field(128, ge=2)
+    """Tokens of each of them, at most: the trainer stands still while it scores them."""
     probe_tolerance: float = Field(1e-4, gt=0)
     """Largest |engine − trainer| logprob accepted on the probe in float32 with kv = recompute; in bfloat16 three times the
     noise measured at load."""
+    shm_dir: Path = Field(Path("/dev/shm"), strict=False)
+    """With backend = shm: a memory file system with room for two or three versions."""
+    canary: bool = True
+    """Try every engine once, before its first version, with made-up weights: finds tensors that pushes do not reach."""
     host: str = "127.0.0.1"
     """Address that the trainer's store binds to and engines connect to."""

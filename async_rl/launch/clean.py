@@ -7,24 +7,28 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from async_rl.errors import RunDirError
+from async_rl.config.trainer import WeightsConfig
+from async_rl.errors import ConfigError, RunDirError
+from async_rl.launch.look import config_of_run
 from async_rl.launch.run_lock import lock_holder, lock_path
 from async_rl.launch.stop import lease_holders
 from async_rl.run_dir.layout import RunLayout, open_run
+from async_rl.run_dir.segments_of_run import segments_of_run
 
 PARTIAL_PATTERNS = (".*.tmp", "checkpoints/*.tmp", "intake/.*.tmp", ".*.partial", "*.partial")
 SERVER_FILES = ("redis.sock", "redis.url", "redis.pid", "redis.lock")
 
 
 def clean_run(run_dir: Path, env: Mapping[str, str], *, everything: bool = False) -> Sequence[Path]:
-    """Remove sockets of dead servers, half-written checkpoints and files, and weights in transit; returns what was removed.
+    """Remove sockets of dead servers, half-written checkpoints and files, weights in transit and their shared memory; returns
+    what was removed.
 
     What resuming, replaying or auditing the run needs stays, unless `everything`: then the run directory goes.
     Raises: RunDirError if there is no run, or any role of it still lives.
     """
-    layout, _ = open_run(run_dir)
+    layout, identity = open_run(run_dir)
     _require_dead(run_dir, env)
-    removed = list(leftovers(layout))
+    removed = [*leftovers(layout), *segments_of_run(_shm_dir(run_dir), identity.run_id)]
     if everything:
         removed += [layout.root, lock_path(run_dir)]
     for path in removed:
@@ -46,6 +50,13 @@ def leftovers(layout: RunLayout) -> Iterator[Path]:
     for link in Path(tempfile.gettempdir()).glob("arl-*/d"):
         if link.is_symlink() and link.readlink() == layout.redis_dir.absolute():
             yield link.parent
+
+
+def _shm_dir(run_dir: Path) -> Path:
+    try:
+        return config_of_run(run_dir).weights.shm_dir
+    except (RunDirError, ConfigError):  # never started, or by another version
+        return WeightsConfig().shm_dir
 
 
 def _require_dead(run_dir: Path, env: Mapping[str, str]) -> None:

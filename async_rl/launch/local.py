@@ -30,6 +30,7 @@ from async_rl.monitor.roles import Display, Silent
 from async_rl.monitor.terminal import progress_display
 from async_rl.run_dir.files import JsonLinesWriter
 from async_rl.run_dir.layout import RunIdentity, RunLayout
+from async_rl.run_dir.segments_of_run import segments_of_run
 from protocol.redis_streams import require_server
 
 SERVER_TRIES = 3
@@ -95,6 +96,8 @@ def supervise(config: RunConfig, prepared: PreparedRun, stop: StopRequest, *, di
         raise
     finally:
         display.close()
+        for left_by_a_kill in segments_of_run(config.weights.shm_dir, identity.run_id):
+            left_by_a_kill.unlink(missing_ok=True)
     events.write(Event.RUN_ENDED if signum is None else Event.RUN_INTERRUPTED)
     history = MetricsHistory(layout.metrics_jsonl)
     history.refresh()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Mapping
 
 from async_rl.config.run import RunConfig
 from async_rl.config.text import environment_variable
+from async_rl.launch.devices import split_devices
 from async_rl.launch.processes import ALLOCATOR, RoleSpec
 from async_rl.run_dir.layout import RunLayout
 
@@ -18,19 +20,22 @@ EXPENDABLE = ("rollout", "reward")
 
 
 def role_table(config: RunConfig, layout: RunLayout, *, redis_url: str, master_port: int) -> tuple[RoleSpec, ...]:
-    """Coordinator, trainer ranks, rollout workers, and reward workers if the config has any.
+    """Coordinator, trainer ranks, rollout workers, and reward workers if the config has any. GPUs: see devices.split_devices.
 
     Made anew for every start of a role: each start is another worker to the queue, and needs a rendezvous port of its own.
     redis_url goes by environment, password and all: neither config.toml nor the process list shows it.
+    Raises: ConfigError if roles would share a GPU.
     """
     env = {REDIS_URL_VARIABLE: redis_url}
+    trainer_devices, worker_devices = split_devices(config, os.environ)
     specs = [_role(layout, "coordinator", 0, 1, _threads(1) | env)]
     world_size = config.trainer.world_size
     for rank in range(world_size):
-        variables = _threads(config.trainer.num_threads) | _rank(rank, world_size, master_port) | env
+        variables = _threads(config.trainer.num_threads) | _rank(rank, world_size, master_port) | dict(trainer_devices) | env
         specs.append(_role(layout, "trainer", rank, world_size, variables, leads=True, unit="trainer"))
     for index in range(config.rollout.workers):
-        specs.append(_role(layout, "rollout", index, None, _threads(config.rollout.num_threads) | env))
+        variables = _threads(config.rollout.num_threads) | dict(worker_devices[index]) | env
+        specs.append(_role(layout, "rollout", index, None, variables))
     if config.reward.placement == "workers":
         specs.extend(_role(layout, "reward", index, None, _threads(1) | env) for index in range(config.reward.workers))
     return tuple(specs)

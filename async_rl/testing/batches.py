@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from async_rl.algorithms.losses import LossOutput, LossSettings, LossStats, LossTokens
-from async_rl.trainer.policy import PolicyModel, full_tensor
+from async_rl.trainer.policy import PolicyModel
 from async_rl.trainer.samples import TrainingSample
+from async_rl.trainer.sharding import full_tensor
 
 
 def make_sample(

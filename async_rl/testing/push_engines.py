@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from async_rl.config.trainer import WeightsConfig
 from async_rl.registry.redis_registry import RedisRegistry
 from async_rl.registry.versions import PushPlan
 from async_rl.testing.push_targets import FaultyEngine, TinyPolicy
-from async_rl.weights.gloo_backend import GlooReceiver
+from async_rl.weights import backends
 from async_rl.weights.manifest import Manifest
 from async_rl.weights.receiver import Receiver
 from protocol.redis_client import RedisClient
@@ -23,7 +25,8 @@ from protocol.redis_client import RedisClient
 
 @dataclass(frozen=True)
 class EngineArguments:
-    """What an engine process is told. `fault`: one of FaultyEngine's, or the signal that ends it in the middle of a push."""
+    """What an engine process is told. `fault`: one of FaultyEngine's, or the signal that it sends itself at a phase of the push
+    of at_version (see PHASES)."""
 
     url: str
     run_id: str
@@ -33,6 +36,12 @@ class EngineArguments:
     tied: bool = True
     fault: str = ""
     at_version: int = -1
+    at_phase: str = "receive"
+
+
+PHASES = ("check", "receive", "swap", "digest", "score", "serve")
+"""Of a push, as an engine sees it: before it is ready, after the first bucket (or before the only read), with half of the
+tensors copied, before each part of the proof, and confirmed but not serving yet."""
 
 
 class RecordingEngine(FaultyEngine):
@@ -54,20 +63,63 @@ class RecordingEngine(FaultyEngine):
         withdrawn_path(self._path.parent, self._path.name).write_text(reason)
 
 
-class DoomedReceiver(GlooReceiver):
-    """Gets one bucket of the fatal version; then its process dies, or stops, in the middle of the push."""
+class DoomedEngine(RecordingEngine):
+    """Its process dies, or stops, at one phase of the fatal version's push."""
 
     def __init__(self, arguments: EngineArguments) -> None:
-        super().__init__(timeout_s=arguments.weights.deadline_s / 4)
-        self._at_version = arguments.at_version
-        self._signal = signal.Signals[arguments.fault]
+        super().__init__(replace(arguments, fault=""))
+        self._arguments = arguments
+        self._swapping = -1  # the version that came last
+
+    def _reach(self, phase: str, version: int) -> None:
+        if (phase, version) == (self._arguments.at_phase, self._arguments.at_version):
+            os.kill(os.getpid(), signal.Signals[self._arguments.fault])
+
+    def check(self, manifest: Manifest) -> None:
+        self._reach("check", manifest.version)
+        super().check(manifest)
+
+    async def swap(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._swapping = manifest.version
+        half = dict(list(tensors.items())[: len(tensors) // 2])
+        for name, tensor in half.items():
+            self.model.state_dict()[name].copy_(tensor)
+        self._reach("swap", manifest.version)
+        await super().swap(manifest, tensors)
+
+    def digests(self, manifest: Manifest) -> Mapping[str, str]:
+        self._reach("digest", manifest.version)
+        return super().digests(manifest)
+
+    async def score(self, sequences: Sequence[Sequence[int]], *, temperature: float) -> Sequence[npt.NDArray[np.float32]]:
+        self._reach("score", self._swapping)
+        return await super().score(sequences, temperature=temperature)
+
+    async def serve(self, version: int) -> None:
+        self._reach("serve", version)
+        await super().serve(version)
+
+
+class DoomedReceiver:
+    """Gets one bucket of the fatal version, if the transport has buckets; then its process dies, or stops."""
+
+    def __init__(self, arguments: EngineArguments) -> None:
+        self._inner = backends.make_receiver(arguments.weights)
+        self._arguments = arguments
 
     def receive(self, plan: PushPlan, engine_id: str, manifest: Manifest) -> Mapping[str, torch.Tensor]:
-        if plan.version == self._at_version:
-            first = tuple(entry for entry in manifest.entries if entry.bucket == 0)
-            super().receive(plan, engine_id, replace(manifest, entries=first, bucket_bytes=manifest.bucket_bytes[:1]))
-            os.kill(os.getpid(), self._signal)
-        return super().receive(plan, engine_id, manifest)
+        if plan.version == self._arguments.at_version and self._arguments.at_phase == "receive":
+            if self._arguments.weights.backend == "gloo":
+                first = tuple(entry for entry in manifest.entries if entry.bucket == 0)
+                self._inner.receive(plan, engine_id, replace(manifest, entries=first, bucket_bytes=manifest.bucket_bytes[:1]))
+            os.kill(os.getpid(), signal.Signals[self._arguments.fault])
+        return self._inner.receive(plan, engine_id, manifest)
+
+    def reset(self) -> None:
+        self._inner.reset()
+
+    def close(self) -> None:
+        self._inner.close()
 
 
 def served_path(directory: Path, engine_id: str, version: int) -> Path:
@@ -88,12 +140,13 @@ def run_engine(arguments: EngineArguments) -> None:
 
 async def _run(arguments: EngineArguments) -> None:
     client = RedisClient(arguments.url, timeout_s=5, retry_s=5)
+    is_doomed = arguments.fault.startswith("SIG")
     receiver = Receiver(
-        RecordingEngine(arguments),
+        DoomedEngine(arguments) if is_doomed else RecordingEngine(arguments),
         RedisRegistry(client.redis, arguments.run_id),
         arguments.weights,
         engine_id=arguments.engine_id,
         worker_id=f"w-{arguments.engine_id}",
-        backend=DoomedReceiver(arguments) if arguments.fault.startswith("SIG") else None,
+        backend=DoomedReceiver(arguments) if is_doomed else None,
     )
     await receiver.run()

@@ -21,12 +21,14 @@ def make_learner(config: RunConfig, ranks: Ranks) -> Learner:
         dtype=getattr(torch, trainer.dtype),
         chunk_tokens=trainer.logprob_chunk_tokens,
         activation_checkpointing=trainer.activation_checkpointing,
+        cpu_offload=trainer.cpu_offload,
         measure_rounding=rounds(config),
+        canary_dtype=getattr(torch, config.weights.wire_dtype) if config.weights.canary else None,
     )
     reference = None
     if config.algorithm.kl_coef > 0:
         path = config.algorithm.reference or config.model.path
-        reference = load_policy(path, options=replace(options, measure_rounding=False), mesh=ranks.mesh)
+        reference = load_policy(path, options=replace(options, measure_rounding=False, canary_dtype=None), mesh=ranks.mesh)
         reference.requires_grad_(False)
     return Learner(config, load_policy(config.model.path, options=options, mesh=ranks.mesh), ranks, reference=reference)
 

@@ -51,7 +51,8 @@ class CheckpointWriter:
         self._mesh: DeviceMesh | None = None
         if dist.is_initialized():
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-            self._mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            shape = (dist.get_world_size(),) if policy.mesh is None else tuple(policy.mesh.shape)
+            self._mesh = init_device_mesh("cpu", shape)  # of the copies, which lie in host memory
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
 

@@ -10,11 +10,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from async_rl.errors import ConfigError
 from async_rl.trainer.rank_marks import RankMarks
+from async_rl.trainer.watchdog import Watchdog
+
+STORE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,8 @@ class Ranks:
     mesh: DeviceMesh
     marks: RankMarks | None = None
     """How far every rank is; None for a rank that is alone."""
+    watchdog: Watchdog | None = None
+    """Says who waits for whom; None for a rank that is alone."""
 
     @property
     def is_first(self) -> bool:
@@ -43,9 +48,17 @@ class Ranks:
 
 @contextmanager
 def joined_ranks(
-    world_size: int = 1, *, device: str = "cpu", timeout_s: float = 600.0, dump_after_s: float = 0.0
+    world_size: int = 1,
+    *,
+    device: str = "cpu",
+    timeout_s: float = 600.0,
+    dump_after_s: float = 0.0,
+    shard_size: int | None = None,
+    watchdog_s: float = 60.0,
 ) -> Iterator[Ranks]:
     """Join the trainer's process group and leave it at the end.
+
+    shard_size: ranks per copy of the model; fewer than world_size make a mesh of (copies, shards). watchdog_s: see Watchdog.
 
     Several ranks are started by torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); a single one needs no network.
     dump_after_s: a rank that does not move on for this long writes its stacks to stderr (0: never).
@@ -68,8 +81,31 @@ def joined_ranks(
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
+    watchdog = _watchdog(world_size, watchdog_s)
     try:
         marks = RankMarks.connect(dist.get_rank(), world_size, dump_after_s=dump_after_s)
-        yield Ranks(dist.get_rank(), world_size, init_device_mesh(device, (world_size,)), marks)
+        yield Ranks(dist.get_rank(), world_size, _mesh(device, world_size, shard_size), marks, watchdog)
     finally:
+        if watchdog is not None:
+            watchdog.stop()
         dist.destroy_process_group()
+
+
+def _mesh(device: str, world_size: int, shard_size: int | None) -> DeviceMesh:
+    if shard_size is None or shard_size == world_size:
+        return init_device_mesh(device, (world_size,))
+    return init_device_mesh(device, (world_size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
+
+
+def _watchdog(world_size: int, limit_s: float) -> Watchdog | None:
+    """Beside several ranks: over a connection of its own to the store where they met."""
+    if world_size == 1:
+        return None
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=STORE_TIMEOUT_S),
+    )
+    return Watchdog(PrefixStore("watchdog", store), dist.get_rank(), world_size, limit_s=limit_s).start()

@@ -6,8 +6,9 @@ A command is a name and a packed message (no pickle); every rank then runs the s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -21,27 +22,29 @@ from torch import Tensor
 
 from async_rl.algorithms.kl import kl_penalty
 from async_rl.config.run import RunConfig
-from async_rl.errors import AsyncRLError
+from async_rl.errors import AsyncRLError, DeadlineExceeded
 from async_rl.logs import Event, get_logger
 from async_rl.run_dir.intake_log import Position, newest_epoch
 from async_rl.run_dir.layout import RunLayout
 from async_rl.trainer.checkpoint import Checkpoint, find_latest, load_checkpoint, open_checkpoint
 from async_rl.trainer.checkpoint_writer import CheckpointWriter, WriteRequest
+from async_rl.trainer.commands import receive_command, send_command
 from async_rl.trainer.credit import Credit, Penalties
 from async_rl.trainer.distributed import Ranks
 from async_rl.trainer.intake import ComposedStep
 from async_rl.trainer.objective import step_settings
 from async_rl.trainer.packing import MicroBatch, balance, lay_out, unpack
-from async_rl.trainer.policy import PolicyModel, load_head
+from async_rl.trainer.policy import CANARY_SEED, PolicyModel, load_head
 from async_rl.trainer.samples import TrainingSample
 from async_rl.trainer.schedule import Schedule
+from async_rl.trainer.snapshots import Snapshots
 from async_rl.trainer.step import OtherLogprobs, StepStats, make_optimizer, policy_logprobs, train_step
 from async_rl.trainer.step_metrics import step_stats_metrics
-from async_rl.weights.manifest import Probe, Tolerance
-from async_rl.weights.send_buffer import SendBuffer, SendBufferPool
+from async_rl.trainer.watchdog import WAITING_FOR_COMMAND, is_of_collective, stuck
+from async_rl.weights.canary import FLOAT32_SLACK
+from async_rl.weights.manifest import Canary, Probe, Tolerance
+from async_rl.weights.send_buffer import SendBuffer
 from protocol.lease import Work
-from protocol.packing import pack
-from protocol.packing import unpack as unpack_message
 
 IDLE_EVERY_S = 10.0
 
@@ -101,7 +104,7 @@ class Learner:
         self._ranks = ranks
         self._layout = RunLayout(Path(config.run_dir))
         trainer = config.trainer
-        self._optimizer = make_optimizer(
+        self.optimizer = make_optimizer(
             policy, learning_rate=trainer.learning_rate, betas=trainer.betas, weight_decay=trainer.weight_decay
         )
         self._schedule = Schedule(
@@ -115,9 +118,9 @@ class Learner:
         self._credit = Credit.from_config(config.algorithm)
         self.work = Work(on_change=ranks.note, explain=ranks.behind)
         """The command that this rank runs now; progress is marked at every micro-batch."""
-        self._pool = SendBufferPool(config.weights.wire_dtype, config.weights.bucket_bytes)
+        self._snapshots = Snapshots(config, policy, ranks)
         self._writer = CheckpointWriter(
-            self._layout.checkpoints_dir, policy, self._optimizer, timeout_s=config.trainer.idle_timeout_s
+            self._layout.checkpoints_dir, policy, self.optimizer, timeout_s=config.trainer.idle_timeout_s
         )
         self._steps_done = 0
         self._batch_version = 0
@@ -128,7 +131,7 @@ class Learner:
             "proximal": self._do_proximal,
             "reference": self._do_reference,
             "score": self._do_score,
-            "gather": self._do_gather,
+            "gather": self._snapshots.do,
             "save": self._do_save,
             "load": self._do_load,
             "idle": lambda _: None,
@@ -168,7 +171,7 @@ class Learner:
         temperature = self._config.rollout.temperature
         sequences = [np.asarray(sequence, dtype=np.int32) for sequence in probe_sequences]
         scores = self._call("score", {"sequences": sequences, "temperature": temperature})
-        buffer: SendBuffer = self._call("gather", {})
+        buffer: SendBuffer = self._call("gather", self._snapshots.request())
         return buffer, Probe(tuple(sequences), tuple(scores), temperature)
 
     def tolerance(self) -> Tolerance:
@@ -187,6 +190,16 @@ class Learner:
         payload = {"sequences": list(sequences), "temperature": temperature, "head": None if head is None else str(head)}
         scores: list[Any] = self._call("score", payload)
         return scores
+
+    def canary(self) -> Canary | None:
+        """What an engine is tried with before its first version; None if weights.canary is off."""
+        scores = self._policy.canary
+        if scores is None:
+            return None
+        tolerance = Tolerance(FLOAT32_SLACK * self._config.weights.probe_tolerance)
+        if scores.noise is not None:
+            tolerance = Tolerance(3 * scores.noise, "mean")
+        return Canary(CANARY_SEED, scores.scales, scores.probe, tolerance)
 
     def random_sequences(self, count: int) -> list[list[int]]:
         """Token ids for a probe before anything was sampled; the same at every call."""
@@ -214,6 +227,7 @@ class Learner:
 
     def stop(self) -> None:
         """Let the other ranks go; they finish the checkpoint that is on its way."""
+        self._snapshots.close()
         if self._ranks.world_size > 1:
             self._broadcast("stop", {})
 
@@ -221,17 +235,20 @@ class Learner:
     def follow(self) -> None:
         """Run rank 0's commands until it stops. A rank 0 that dies ends the wait by the group's time-out."""
         while True:
-            name, payload = self._receive()
+            with self._watched(WAITING_FOR_COMMAND):
+                name, payload = self._receive()
             if name == "stop":
+                if self._ranks.watchdog is not None:
+                    self._ranks.watchdog.stop()  # rank 0 takes the store with it
                 self._writer.wait()
                 return
-            with self.work.doing(name):
+            with self.work.doing(name), self._watched(name):
                 self._commands[name](payload)
 
     # -- every rank --------------------------------------------------------------------------------------------------
     def _call(self, name: str, payload: Mapping[str, Any]) -> Any:
         self._last_command = time.monotonic()
-        with self.work.doing(name):
+        with self.work.doing(name), self._watched(name):
             if self._ranks.world_size > 1:
                 self._broadcast(name, payload)
             return self._commands[name](payload)
@@ -239,12 +256,27 @@ class Learner:
     def _mark_micro_batch(self, index: int) -> None:
         self.work.mark(f"after micro-batch {index + 1}")
 
+    @contextmanager
+    def _watched(self, name: str) -> Iterator[None]:
+        """Tell the watchdog. A collective that broke or timed out is an error that says who was waited for."""
+        watchdog = self._ranks.watchdog
+        if watchdog is None:
+            yield
+            return
+        with watchdog.doing(name):
+            try:
+                yield
+            except RuntimeError as error:
+                if not is_of_collective(error):
+                    raise
+                raise DeadlineExceeded(stuck(name, error, watchdog)) from error
+
     def _do_train(self, payload: Mapping[str, Any]) -> StepStats:
         samples: Sequence[TrainingSample] = payload["samples"]
         micro_batches = self._own_micro_batches(samples)
         stats = train_step(
             self._policy,
-            self._optimizer,
+            self.optimizer,
             micro_batches,
             settings=self._settings,
             learning_rate=self._schedule.learning_rate(self._steps_done + 1),
@@ -301,16 +333,6 @@ class Learner:
         sequences = [s.tolist() for s in payload["sequences"]]
         return self._policy.score(sequences, temperature=payload["temperature"], head_weight=head)
 
-    def _do_gather(self, _: Mapping[str, Any]) -> SendBuffer | None:
-        """Gather every tensor on every rank (the collective needs all); rank 0 copies it out."""
-        tensors = self._policy.named_full_tensors()
-        if self._ranks.is_first:
-            buffers = {name for name, _ in self._policy.named_persistent_buffers()}
-            return self._pool.copy_from(tensors, ties=self._policy.ties(), buffer_names=buffers)
-        for _name, _tensor in tensors:
-            pass
-        return None
-
     def _do_save(self, payload: Mapping[str, Any]) -> Future[Path]:
         epoch = payload["epoch"]
         return self._writer.start(WriteRequest(payload["version"], payload["meta"], epoch, partial(self._is_fenced, epoch)))
@@ -320,7 +342,7 @@ class Learner:
 
     def _do_load(self, payload: Mapping[str, Any]) -> None:
         checkpoint = open_checkpoint(Path(payload["path"]))
-        load_checkpoint(checkpoint, self._policy, self._optimizer)
+        load_checkpoint(checkpoint, self._policy, self.optimizer)
         self._steps_done = checkpoint.meta["version"]
 
     def _own_micro_batches(self, samples: Sequence[TrainingSample]) -> list[MicroBatch]:
@@ -353,48 +375,10 @@ class Learner:
 
     # -- commands on the wire ----------------------------------------------------------------------------------------
     def _broadcast(self, name: str, payload: Mapping[str, Any]) -> None:
-        data = np.frombuffer(pack({"name": name, **_to_plain(payload)}), dtype=np.uint8)
-        size = torch.tensor([len(data)], dtype=torch.int64, device=self._policy.device)
-        dist.broadcast(size, 0)
-        dist.broadcast(torch.from_numpy(data.copy()).to(self._policy.device), 0)
+        send_command(name, payload, self._policy.device)
 
     def _receive(self) -> tuple[str, Mapping[str, Any]]:
-        size = torch.zeros(1, dtype=torch.int64, device=self._policy.device)
-        dist.broadcast(size, 0)
-        data = torch.zeros(int(size), dtype=torch.uint8, device=self._policy.device)
-        dist.broadcast(data, 0)
-        payload = unpack_message(data.cpu().numpy().tobytes())
-        name = payload.pop("name")
+        name, payload = receive_command(self._policy.device)
         if name not in self._commands and name != "stop":
             raise AsyncRLError(f"rank 0 sent the unknown command {name!r}: ranks run different versions of async-rl")
-        return name, _from_plain(payload)
-
-
-def _to_plain(payload: Mapping[str, Any]) -> dict[str, Any]:
-    if "samples" not in payload:
-        return dict(payload)
-    return {**payload, "samples": [_sample_to_plain(sample) for sample in payload["samples"]]}
-
-
-def _from_plain(payload: dict[str, Any]) -> dict[str, Any]:
-    if "samples" in payload:
-        payload["samples"] = [_sample_from_plain(fields) for fields in payload["samples"]]
-    return payload
-
-
-def _sample_to_plain(sample: TrainingSample) -> list[Any]:
-    return [
-        sample.token_ids,
-        sample.loss_mask.astype(np.uint8),
-        sample.behavior_logprobs,
-        sample.advantages,
-        sample.lags,
-        sample.temperature,
-        sample.task_id,
-        sample.member,
-    ]
-
-
-def _sample_from_plain(fields: Sequence[Any]) -> TrainingSample:
-    token_ids, mask, behavior, advantages, lags, temperature, task_id, member = fields
-    return TrainingSample(token_ids, mask != 0, behavior, advantages, lags, temperature, task_id, member)
+        return name, payload

@@ -314,6 +314,7 @@ class TrainerLoop:
             discarded=intake.discarded,
             blocked_s=self._now() - started,
             tolerance=self._learner.tolerance(),
+            canary=self._learner.canary(),
         )
         await publisher.submit(request)
         self._clock.blocked_by_push += self._now() - started
@@ -373,7 +374,8 @@ class TrainerLoop:
     def _remember(self, step: ComposedStep) -> None:
         """Keep a few trained trajectories: the next push's proof scores what the engines really sampled."""
         trajectories = [t for group in step.groups for t in group.trajectories if t.num_sampled]
-        self._recent = [t.token_ids.tolist() for t in trajectories[: self._config.weights.probe_sequences]]
+        weights = self._config.weights
+        self._recent = [t.token_ids[: weights.probe_tokens].tolist() for t in trajectories[: weights.probe_sequences]]
 
     def _probe_sequences(self) -> Sequence[Sequence[int]]:
         return self._recent or self._learner.random_sequences(self._config.weights.probe_sequences)

@@ -6,7 +6,7 @@ The names of parameters, in state dicts and weight pushes, are the Hugging Face 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -28,6 +28,10 @@ from async_rl.errors import ConfigError, ShapeError
 from async_rl.model.attention import PACKED, PackedSegments, packed_segments
 from async_rl.model.load import load_causal_lm, read_tensor
 from async_rl.model.logprobs import HeadOptions, LogitTransform, token_logprobs
+from async_rl.trainer.sharding import decoder_layers, full_tensor, own_shard, shard
+from async_rl.weights.canary import canary_scale, canary_tensor
+from async_rl.weights.manifest import Probe
+from async_rl.weights.send_buffer import TensorSpec
 
 PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -40,13 +44,30 @@ class PolicyOptions:
     """How the policy computes.
 
     dtype: of the forward and backward pass; master weights, head and gradient reduction stay float32.
+    cpu_offload: sharded parameters, gradients and optimizer state stay in host memory.
     measure_rounding: at load, measure what bfloat16 does to this model's logprobs (`PolicyModel.rounding_noise`).
+    canary_dtype: at load, score the canary as it is in this wire dtype (`PolicyModel.canary`); None: no canary.
     """
 
     dtype: torch.dtype = torch.float32
     chunk_tokens: int = 1024
     activation_checkpointing: bool = False
+    cpu_offload: bool = False
     measure_rounding: bool = False
+    canary_dtype: torch.dtype | None = None
+
+
+CANARY_SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryScores:
+    """The canary of this model (see weights.canary): tensors' scales by name, the probe under it, and bfloat16's noise there
+    if it was measured."""
+
+    scales: Mapping[str, tuple[float, float]]
+    probe: Probe
+    noise: float | None
 
 
 class PolicyModel(nn.Module):
@@ -72,16 +93,17 @@ class PolicyModel(nn.Module):
         """Directory that the model came from: its config and tokenizer go into checkpoints."""
         self.rounding_noise: float | None = None
         """Mean |bfloat16 − float32| logprob, nats, as measured at load; None if it was not asked for."""
+        self.canary: CanaryScores | None = None
 
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The ranks that shard this policy; None if it is not sharded, or by one rank."""
-        return self.mesh.get_group() if self.mesh is not None and self.mesh.size() > 1 else None
+        return dist.group.WORLD if self.mesh is not None and self.mesh.size() > 1 else None
 
     @property
     def rank(self) -> int:
         """This process among the ranks that shard the policy."""
-        return 0 if self.mesh is None else self.mesh.get_local_rank()
+        return 0 if self.mesh is None else self.mesh.get_rank()
 
     @property
     def num_ranks(self) -> int:
@@ -90,7 +112,11 @@ class PolicyModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return next(self.parameters()).device
+        """Where it computes; its parameters may lie elsewhere."""
+        if self.mesh is None:
+            return next(self.parameters()).device
+        is_cuda = self.mesh.device_type == "cuda"
+        return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device(self.mesh.device_type)
 
     def forward(
         self,
@@ -207,6 +233,24 @@ class PolicyModel(nn.Module):
         for name, buffer in self.named_persistent_buffers():
             yield name, full_tensor(buffer)
 
+    def weight_specs(self) -> list[TensorSpec]:
+        """What a push holds, in the order of named_full_tensors. Nothing is gathered; every rank says the same."""
+        specs = [TensorSpec(name, tuple(p.shape), p.dtype) for name, p in self.hf.named_parameters()]
+        return specs + [TensorSpec(name, tuple(b.shape), b.dtype, True) for name, b in self.named_persistent_buffers()]
+
+    def named_shards(self) -> Iterator[tuple[str, Tensor, int]]:
+        """Yield what this rank writes of a push: (name, shard, index of its first element in the flattened whole).
+
+        Over all ranks every element comes once: of what is replicated, from the first rank that holds it.
+        """
+        for name, parameter in self.hf.named_parameters():
+            if isinstance(parameter, DTensor):
+                yield from own_shard(name, parameter)
+            elif self.rank == 0:
+                yield name, parameter.detach(), 0
+        if self.rank == 0:
+            yield from ((name, buffer, 0) for name, buffer in self.named_persistent_buffers())
+
     def named_persistent_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers that belong to the state dict, each once."""
         for prefix, module in self.hf.named_modules():
@@ -233,24 +277,22 @@ def load_policy(path: Path | str, *, options: PolicyOptions | None = None, mesh:
     verify_logprobs(policy)
     if policy.options.measure_rounding:
         policy.rounding_noise = bfloat16_noise(policy)
+    if policy.options.canary_dtype is not None:
+        policy.canary = score_canary(policy, policy.options.canary_dtype)
     if mesh is None:
         return policy
-    policy.to(mesh.device_type)
-    if mesh.size() > 1 or policy.options.dtype is not torch.float32:
+    offloads = policy.options.cpu_offload
+    if not offloads:
+        policy.to(mesh.device_type)
+    if mesh.size() > 1 or policy.options.dtype is not torch.float32 or offloads:
         shard_policy(policy, mesh)
     return policy
 
 
 def shard_policy(policy: PolicyModel, mesh: DeviceMesh) -> None:
-    """Apply FSDP2 in place: a group per decoder layer, the rest in the root group (tied heads stay tied).
-
-    Compute runs in options.dtype; sharded weights, optimizer state and gradient reduction are float32.
-    """
-    dtype = policy.options.dtype
-    precision = MixedPrecisionPolicy(param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32)
-    for layer in decoder_layers(policy.hf):
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
+    """Cut the policy over `mesh` in place, as its options say (see sharding.shard)."""
+    options = policy.options
+    shard(policy, decoder_layers(policy.hf), mesh, dtype=options.dtype, cpu_offload=options.cpu_offload)
     policy.mesh = mesh
 
 
@@ -267,23 +309,6 @@ def load_head(directory: Path, policy: PolicyModel) -> Tensor:
     weight = output_head(policy.hf).weight
     name = next(name for name, parameter in policy.hf.named_parameters() if parameter is weight)
     return read_tensor(directory, name).to(device=policy.device, dtype=torch.float32)
-
-
-def full_tensor(tensor: Tensor) -> Tensor:
-    """Gather a sharded tensor (every rank must call it); others are returned as they are."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder layers of any causal LM: its one list of config.num_hidden_layers modules.
-
-    Raises: ConfigError if there is none.
-    """
-    count = hf.config.num_hidden_layers
-    lists = [module for module in hf.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
-    if not lists:
-        raise ConfigError(f"{type(hf).__name__} has no list of {count} decoder layers; it cannot be sharded by layer")
-    return list(lists[0])
 
 
 @torch.no_grad()
@@ -327,6 +352,26 @@ def bfloat16_noise(policy: PolicyModel) -> float:
     exact = policy.score(sequences, temperature=1.0)
     rounded = twin.score(sequences, temperature=1.0)
     return float(np.abs(np.concatenate(rounded) - np.concatenate(exact)).mean())
+
+
+@torch.no_grad()
+def score_canary(policy: PolicyModel, wire: torch.dtype) -> CanaryScores:
+    """Score a few random sequences under the canary's weights, in float32; the policy's own are put back. Before sharding."""
+    sequences = [sequence.tolist() for sequence in _self_test_sequences(policy, (24, 16, 16, 8))]
+    live = {**dict(policy.hf.named_parameters()), **dict(policy.named_persistent_buffers())}
+    floats = {name: tensor for name, tensor in live.items() if tensor.is_floating_point()}
+    own = {name: tensor.detach().clone() for name, tensor in floats.items()}
+    scales = {name: canary_scale(tensor) for name, tensor in floats.items()}
+    try:
+        for name, tensor in floats.items():
+            tensor.copy_(canary_tensor(name, tuple(tensor.shape), scales[name], CANARY_SEED, wire))
+        scores = policy.score(sequences, temperature=1.0)
+        noise = bfloat16_noise(policy) if policy.options.measure_rounding else None
+    finally:
+        for name, tensor in floats.items():
+            tensor.copy_(own[name])
+    probe = Probe(tuple(np.asarray(sequence, dtype=np.int32) for sequence in sequences), tuple(scores), 1.0)
+    return CanaryScores(scales, probe, noise)
 
 
 def _self_test_sequences(policy: PolicyModel, lengths: Sequence[int]) -> list[Tensor]:

@@ -23,7 +23,8 @@ from async_rl.algorithms.off_policy import OffPolicyReport, off_policy_report
 from async_rl.algorithms.proximal import interpolated_logprobs
 from async_rl.errors import ShapeError
 from async_rl.trainer.packing import MicroBatch
-from async_rl.trainer.policy import PolicyModel, full_tensor
+from async_rl.trainer.policy import PolicyModel
+from async_rl.trainer.sharding import full_tensor
 from async_rl.trainer.token_records import TokenRecords
 
 

@@ -10,10 +10,12 @@ import torch
 
 from async_rl.config.trainer import WeightsConfig
 from async_rl.registry.versions import PushPlan
+from async_rl.weights.collective_backend import CollectiveReceiver, CollectiveSender
 from async_rl.weights.disk_backend import DiskReceiver, DiskSender
-from async_rl.weights.gloo_backend import GlooReceiver, GlooSender
 from async_rl.weights.manifest import Manifest
 from async_rl.weights.send_buffer import SendBuffer
+from async_rl.weights.shm_backend import ShmReceiver, ShmSender
+from async_rl.weights.transports import GLOO, NCCL
 
 
 class Sender(Protocol):
@@ -47,7 +49,10 @@ class Receiver(Protocol):
     """The engine's end. Methods block (call them in a thread) and raise WeightPushError."""
 
     def receive(self, plan: PushPlan, engine_id: str, manifest: Manifest) -> Mapping[str, torch.Tensor]:
-        """All participants are ready: get the bytes. The tensors are valid until the next receive."""
+        """All participants are ready: get the bytes. The tensors are valid until the next receive.
+
+        Raises: ManifestMismatch if this engine can never have them; WeightPushError if the transport broke, for everybody.
+        """
         ...
 
     def reset(self) -> None:
@@ -61,7 +66,11 @@ def make_sender(config: WeightsConfig, weights_dir: Path) -> Sender:
     """The sender that `weights.backend` names."""
     match config.backend:
         case "gloo":
-            return GlooSender(host=config.host, timeout_s=config.deadline_s / 4)
+            return CollectiveSender(host=config.host, timeout_s=config.deadline_s / 4, transport=GLOO)
+        case "nccl":
+            return CollectiveSender(host=config.host, timeout_s=config.deadline_s / 4, transport=NCCL)
+        case "shm":
+            return ShmSender()
         case "disk":
             return DiskSender(weights_dir)
 
@@ -70,6 +79,10 @@ def make_receiver(config: WeightsConfig) -> Receiver:
     """The receiver that `weights.backend` names."""
     match config.backend:
         case "gloo":
-            return GlooReceiver(timeout_s=config.deadline_s / 4)
+            return CollectiveReceiver(timeout_s=config.deadline_s / 4, transport=GLOO)
+        case "nccl":
+            return CollectiveReceiver(timeout_s=config.deadline_s / 4, transport=NCCL)
+        case "shm":
+            return ShmReceiver()
         case "disk":
             return DiskReceiver()

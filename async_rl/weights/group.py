@@ -1,4 +1,4 @@
-"""The Gloo process group of a push: rank 0 publishes, the plan's participants are ranks 1, 2, …
+"""The process group of a push: rank 0 publishes, the plan's participants are ranks 1, 2, …
 
 A group lives from push to push, as long as the plan's generation stays. It is made by all its members at the first plan that
 needs it, through the publisher's store, under a prefix that no other group ever had.
@@ -9,15 +9,15 @@ from __future__ import annotations
 import socket
 import time
 from datetime import timedelta
-from typing import Any
 
 import torch
-from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from async_rl.errors import WeightPushError
 from async_rl.registry.versions import PushPlan
+from async_rl.weights.transports import Transport
 
-__all__ = ["GlooGroup", "Store", "address_towards", "connect_store", "host_store"]
+__all__ = ["PushGroup", "Store", "address_towards", "connect_store", "host_store"]
 
 
 def host_store(host: str) -> TCPStore:
@@ -50,20 +50,18 @@ def address_towards(store_address: str) -> str:
     return name
 
 
-class GlooGroup:
+class PushGroup:
     """One group, seen from one member. Its methods block: call them in a thread."""
 
-    def __init__(self, store: Store, plan: PushPlan, *, rank: int, host: str, timeout_s: float) -> None:
+    def __init__(self, transport: Transport, store: Store, plan: PushPlan, *, rank: int, host: str, timeout_s: float) -> None:
         """Meet the others. Raises: WeightPushError if not all come within `timeout_s`."""
         self.generation = (plan.epoch, plan.store_address, plan.generation)
+        self._transport = transport
         self._timeout_s = timeout_s
-        prefix = f"{plan.epoch}:{plan.generation}:{plan.version}:{plan.planned_at_s!r}"
-        gloo: Any = ProcessGroupGloo  # torch's stubs lack its options and its collectives
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=host)]
-        options._timeout = timedelta(seconds=timeout_s)
+        prefix = PrefixStore(f"{plan.epoch}:{plan.generation}:{plan.version}:{plan.planned_at_s!r}", store)
+        size = len(plan.participants) + 1
         try:
-            self._group = gloo(PrefixStore(prefix, store), rank, len(plan.participants) + 1, options)
+            self._group = transport.join(prefix, rank, size, host=host, timeout_s=timeout_s)
         except RuntimeError as error:
             raise WeightPushError(
                 f"group {plan.generation} of {', '.join(plan.participants)} did not meet in {timeout_s:.1f} s: {_reason(error)}"
@@ -78,16 +76,16 @@ class GlooGroup:
             left_s = min(self._timeout_s, deadline - time.monotonic())
             if left_s <= 0:
                 raise WeightPushError(f"the deadline passed after {index} of {len(buckets)} buckets")
-            options = BroadcastOptions()
-            options.rootRank = 0
-            options.rootTensor = 0
-            options.timeout = timedelta(seconds=left_s)
             try:
-                self._group.broadcast([bucket], options).wait()
+                self._transport.broadcast(self._group, bucket, timeout_s=left_s)
             except RuntimeError as error:
                 raise WeightPushError(
                     f"bucket {index + 1} of {len(buckets)} ({len(bucket)} bytes): {_reason(error)}"
                 ) from error
+
+    def abandon(self) -> None:
+        """Leave it, whatever still runs in it."""
+        self._transport.abandon(self._group)
 
 
 def _reason(error: Exception) -> str:

@@ -50,3 +50,7 @@ class WeightSink(Protocol):
     async def withdraw(self, reason: str) -> None:
         """The held weights failed their proof: sample nothing until a later version is served."""
         ...
+
+
+class PushTarget(WeightSink, Scorer, Protocol):
+    """An engine, as far as a push is concerned."""

@@ -15,7 +15,7 @@ import xxhash
 
 from async_rl.errors import ManifestMismatch
 
-MANIFEST_SCHEMA = 1
+MANIFEST_SCHEMA = 2
 
 WIRE_DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -68,6 +68,16 @@ class Tolerance:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Canary:
+    """Made-up weights that an engine is tried with once, at its first push (see weights.canary)."""
+
+    seed: int
+    scales: Mapping[str, tuple[float, float]]  # floating-point tensors by name: mean, spread
+    probe: Probe  # scored by the trainer under the canary
+    tolerance: Tolerance
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Manifest:
     """Everything a receiver must know before it posts a receive."""
 
@@ -78,8 +88,8 @@ class Manifest:
     ties: tuple[tuple[str, str], ...]  # (alias, owner): the alias is not sent
     probe: Probe
     tolerance: Tolerance  # of the proof
-    canary: bool = False  # the start-up push with every tensor perturbed
-    path: str = ""  # disk backend: directory of the safetensors file
+    canary: Canary | None = None
+    path: str = ""  # disk: directory of the safetensors file; shm: the segment
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
@@ -156,11 +166,9 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "entries": [[getattr(entry, name) for name in _ENTRY_FIELDS] for entry in manifest.entries],
         "bucket_bytes": manifest.bucket_bytes,
         "ties": manifest.ties,
-        "sequences": [np.ascontiguousarray(ids, dtype="<i4").tobytes() for ids in manifest.probe.sequences],
-        "logprobs": [np.ascontiguousarray(values, dtype="<f4").tobytes() for values in manifest.probe.logprobs],
-        "temperature": manifest.probe.temperature,
+        "probe": _pack_probe(manifest.probe),
         "tolerance": [manifest.tolerance.value, manifest.tolerance.of],
-        "canary": manifest.canary,
+        "canary": None if manifest.canary is None else _pack_canary(manifest.canary),
         "path": manifest.path,
     }
     packed: bytes = msgpack.packb(body)
@@ -181,19 +189,45 @@ def decode_manifest(data: bytes) -> Manifest:
             entries=tuple(TensorEntry(*values) for values in body["entries"]),
             bucket_bytes=body["bucket_bytes"],
             ties=body["ties"],
-            probe=Probe(
-                sequences=tuple(np.frombuffer(ids, dtype="<i4") for ids in body["sequences"]),
-                logprobs=tuple(np.frombuffer(values, dtype="<f4") for values in body["logprobs"]),
-                temperature=body["temperature"],
-            ),
+            probe=_unpack_probe(body["probe"]),
             tolerance=Tolerance(*body["tolerance"]),
-            canary=body["canary"],
+            canary=None if body["canary"] is None else _unpack_canary(body["canary"]),
             path=body["path"],
         )
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
         raise ManifestMismatch(f"these {len(data)} bytes are not a manifest: {error!r}") from error
     check_layout(manifest)
     return manifest
+
+
+def _pack_probe(probe: Probe) -> dict[str, Any]:
+    return {
+        "sequences": [np.ascontiguousarray(ids, dtype="<i4").tobytes() for ids in probe.sequences],
+        "logprobs": [np.ascontiguousarray(values, dtype="<f4").tobytes() for values in probe.logprobs],
+        "temperature": probe.temperature,
+    }
+
+
+def _unpack_probe(body: Mapping[str, Any]) -> Probe:
+    return Probe(
+        sequences=tuple(np.frombuffer(ids, dtype="<i4") for ids in body["sequences"]),
+        logprobs=tuple(np.frombuffer(values, dtype="<f4") for values in body["logprobs"]),
+        temperature=body["temperature"],
+    )
+
+
+def _pack_canary(canary: Canary) -> dict[str, Any]:
+    return {
+        "seed": canary.seed,
+        "scales": {name: list(scale) for name, scale in canary.scales.items()},
+        "probe": _pack_probe(canary.probe),
+        "tolerance": [canary.tolerance.value, canary.tolerance.of],
+    }
+
+
+def _unpack_canary(body: Mapping[str, Any]) -> Canary:
+    scales = {name: (float(mean), float(spread)) for name, (mean, spread) in body["scales"].items()}
+    return Canary(body["seed"], scales, _unpack_probe(body["probe"]), Tolerance(*body["tolerance"]))
 
 
 _ENTRY_FIELDS = tuple(field.name for field in fields(TensorEntry))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -19,7 +19,8 @@ from async_rl.errors import QueueUnavailable, WeightPushError
 from async_rl.logs import Event, get_logger
 from async_rl.registry.versions import Announcement, FinishedPush, PushPlan, PushStatus, RegistryState, VersionRegistry
 from async_rl.weights.backends import Sender, make_sender
-from async_rl.weights.manifest import Manifest, Probe, Tolerance, encode_manifest
+from async_rl.weights.manifest import Canary, Manifest, Probe, Tolerance, encode_manifest
+from async_rl.weights.rates import memcpy_bytes_per_s
 from async_rl.weights.send_buffer import SendBuffer
 
 RETRY_S = 0.2
@@ -39,12 +40,19 @@ class PushRequest:
     discarded: int
     blocked_s: float = 0.0  # how long the trainer stood still for snapshot and probe
     tolerance: Tolerance | None = None  # of the proof; None: the maximum, within weights.probe_tolerance
+    canary: Canary | None = None  # for engines that take their first push
 
 
 @dataclass(frozen=True, slots=True)
 class PushStats:
-    """How one push went. `parity_*` are over the engines that proved it; None if none did."""
+    """How one push went. `parity_*` are over the engines that proved it; None if none did.
 
+    seconds: blocked (the trainer stood still: probe, gather, cast), gather, cast, digest, plan, ready, send, confirm, total;
+    and of the slowest engine engine_receive, engine_swap, engine_digest, engine_probe, engine_paused, engine_canary.
+    memcpy_bytes_per_s: what the trainer's machine copies, the limit of a push on one host.
+    """
+
+    backend: str
     epoch: int
     version: int
     generation: int
@@ -55,16 +63,26 @@ class PushStats:
     parity_max_abs: float | None
     parity_mean_abs: float | None
     parity_tokens: int
-    seconds: dict[str, float]  # blocked, snapshot, digest, plan, ready, send, confirm, total
+    seconds: dict[str, float]
+    memcpy_bytes_per_s: float | None = None
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Of the move itself: from the moment that all are ready until the slowest engine holds the weights."""
+        moving = self.seconds.get("engine_receive", 0.0) + self.seconds.get("engine_swap", 0.0)
+        return self.num_bytes / moving if moving > 0 else None
 
     def to_record(self) -> dict[str, object]:
         """As a JSON object for metrics.jsonl."""
         return {
+            "backend": self.backend,
             "epoch": self.epoch,
             "version": self.version,
             "generation": self.generation,
             "live": self.live,
             "bytes": self.num_bytes,
+            "bytes_per_s": self.bytes_per_s,
+            "memcpy_bytes_per_s": self.memcpy_bytes_per_s,
             "engines": list(self.engines),
             "failed": dict(self.failed),
             "parity_max_abs": self.parity_max_abs,
@@ -107,6 +125,7 @@ class Publisher:
         self._clock = clock
         self._log = get_logger()
         self._sender: Sender = make_sender(config.weights, Path(config.run_dir) / "weights")
+        self._memcpy: float | None = None
         self._waiting: tuple[PushRequest, float] | None = None
         self._submitted = asyncio.Event()
         self._newest: int | None = None
@@ -153,6 +172,7 @@ class Publisher:
 
     # -- announcing --------------------------------------------------------------------------------------------------
     async def _announce_submitted(self) -> None:
+        self._memcpy = await asyncio.to_thread(memcpy_bytes_per_s)
         while True:
             await self._submitted.wait()
             self._submitted.clear()
@@ -180,6 +200,7 @@ class Publisher:
             version=request.version,
             probe=request.probe,
             tolerance=request.tolerance or Tolerance(self._weights.probe_tolerance),
+            canary=request.canary,
         )
         return self._sender.prepare(manifest, request.snapshot)
 
@@ -225,7 +246,8 @@ class Publisher:
         if key == self._finished:
             return
         if (kept := self._kept.get(finished.plan.version)) is not None:
-            self._on_complete(_stats(finished, kept, self._clock()))
+            stats = _stats(finished, kept, self._clock(), self._weights.backend)
+            self._on_complete(replace(stats, memcpy_bytes_per_s=self._memcpy))
             kept.at = {}  # a repair push is measured by itself
         async with self._ended:
             self._finished = key
@@ -262,11 +284,12 @@ class Publisher:
                 await asyncio.sleep(RETRY_S)
 
 
-def _stats(finished: FinishedPush, kept: _Kept, now: float) -> PushStats:
+def _stats(finished: FinishedPush, kept: _Kept, now: float, backend: str) -> PushStats:
     proofs = list(finished.confirmed.values())
     tokens = sum(proof.parity_tokens for proof in proofs)
     weighted = sum(proof.parity_mean_abs * proof.parity_tokens for proof in proofs)
     return PushStats(
+        backend=backend,
         epoch=finished.plan.epoch,
         version=finished.plan.version,
         generation=finished.plan.generation,
@@ -283,7 +306,13 @@ def _stats(finished: FinishedPush, kept: _Kept, now: float) -> PushStats:
 
 def _phases(finished: FinishedPush, kept: _Kept, now: float) -> dict[str, float]:
     """Seconds of each phase; of those that engines measured, the slowest engine's."""
-    seconds = {"blocked": kept.request.blocked_s, "snapshot": kept.request.snapshot.seconds, "digest": kept.digest_s}
+    snapshot = kept.request.snapshot
+    seconds = {
+        "blocked": kept.request.blocked_s,
+        "gather": snapshot.gather_s,
+        "cast": snapshot.cast_s,
+        "digest": kept.digest_s,
+    }
     marks = [("announced", "plan"), ("planned", "ready"), ("sending", "send"), ("sent", "confirm")]
     times = [kept.at.get(mark) for mark, _ in marks] + [now]
     for (_, phase), begin, end in zip(marks, times, times[1:], strict=False):

@@ -26,8 +26,10 @@ from async_rl.registry.versions import (
     VersionRegistry,
 )
 from async_rl.weights import backends
+from async_rl.weights.canary import try_canary
+from async_rl.weights.interfaces import PushTarget
 from async_rl.weights.manifest import Manifest, decode_manifest
-from async_rl.weights.proof import PushTarget, prove
+from async_rl.weights.proof import prove
 
 RETRY_S = 0.2
 WAIT_S = 1.0
@@ -64,6 +66,7 @@ class Receiver:
         self._joined = False
         self._epoch = 0  # highest that pushed here
         self._version = -1  # highest served
+        self._canary_passed = False
         self._serving: tuple[int, int] | None = None  # epoch and version that are held, proven and served
         self._manifest: Manifest | None = None  # of the plan that was prepared
         self._prepared: _PlanKey | None = None
@@ -187,6 +190,9 @@ class Receiver:
         started = self._clock()
         try:
             tensors = await asyncio.to_thread(self._backend.receive, plan, self._engine_id, manifest)
+        except ManifestMismatch as error:  # this engine cannot have it; the others can
+            await self._fail(plan, str(error))
+            return
         except WeightPushError as error:
             self._backend.reset()
             self._lost_group = (plan.epoch, plan.generation)
@@ -220,8 +226,12 @@ class Receiver:
     ) -> ProofReport | None:
         """None: failed, withdrawn and reported."""
         self._serving = None
-        swapping = self._clock()
+        started = self._clock()
         try:
+            if not self._canary_passed:
+                await try_canary(manifest, self._engine, tensors)
+                self._canary_passed = manifest.canary is not None
+            swapping = self._clock()
             await self._engine.swap(manifest, tensors)
             swapped = self._clock()
             report = await prove(manifest, self._engine)
@@ -233,7 +243,8 @@ class Receiver:
             reason = f"{type(error).__name__}: {error}"
             await self._fail(plan, f"the engine broke: {reason}")
             raise
-        return replace(report, seconds={"swap": swapped - swapping, **report.seconds})
+        seconds = {"swap": swapped - swapping, **report.seconds}
+        return replace(report, seconds={**seconds, "canary": swapping - started} if swapping > started else seconds)
 
     async def _fail(self, plan: PushPlan, reason: str) -> None:
         self._refused = (plan.epoch, plan.version)

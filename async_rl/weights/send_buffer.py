@@ -9,12 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from async_rl.errors import ManifestMismatch
-from async_rl.weights.manifest import WIRE_DTYPES, Manifest, Probe, TensorEntry, Tolerance, tensor_digest
+from async_rl.weights.manifest import WIRE_DTYPES, Canary, Manifest, Probe, TensorEntry, Tolerance, tensor_digest
 
 ALIGNMENT = 16
 _NAME_OF = {dtype: name for name, dtype in WIRE_DTYPES.items()}
@@ -38,20 +39,72 @@ class Slot:
         return buckets[self.bucket][self.offset : self.offset + size].view(dtype).view(self.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor before it is copied: `shape` is the whole tensor's, however it is sharded."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_buffer: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class SendBuffer:
-    """A snapshot of a model's weights, in CPU memory. `seconds`: what the copy took, and the trainer waited for it."""
+    """A snapshot of a model's weights, in CPU memory. The trainer stood still for gather_s and cast_s.
+
+    gather_s: collecting shards from other ranks. cast_s: copying into the buffer, cast to the wire dtype.
+    """
 
     slots: tuple[Slot, ...]
     buckets: tuple[torch.Tensor, ...]  # uint8 [bytes]
     ties: tuple[tuple[str, str], ...]  # (alias, owner)
-    seconds: float
+    gather_s: float = 0.0
+    cast_s: float = 0.0
+    location: str = ""
+    """Path of the memory, if other processes can map it."""
     release: Callable[[], None] = lambda: None
     """Called once by the publisher, when nobody will be sent this snapshot any more."""
 
     @property
     def num_bytes(self) -> int:
         return sum(len(bucket) for bucket in self.buckets)
+
+    @property
+    def seconds(self) -> float:
+        """What the snapshot took."""
+        return self.gather_s + self.cast_s
+
+    def fill(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy whole tensors in. `named_tensors` is read once and one at a time, so it may gather shards on the way.
+
+        Raises: ManifestMismatch unless every tensor of the layout comes once, and no other.
+        """
+        slots = {slot.name: slot for slot in self.slots}
+        self.gather_s, self.cast_s, since = 0.0, 0.0, time.perf_counter()
+        for name, tensor in named_tensors:
+            gathered = time.perf_counter()
+            slot = slots.pop(name, None)
+            if slot is None or slot.shape != tuple(tensor.shape):
+                expected = "no tensor of that name" if slot is None else f"{name} of shape {slot.shape}"
+                raise ManifestMismatch(
+                    f"{name} {tuple(tensor.shape)}: the buffer was laid out for {expected} (or it came twice)"
+                )
+            slot.view(self.buckets).copy_(tensor.detach())
+            self.gather_s += gathered - since
+            since = time.perf_counter()
+            self.cast_s += since - gathered
+        if slots:
+            raise ManifestMismatch(f"{len(slots)} tensors of the buffer's layout did not come, {next(iter(slots))} first")
+
+    def fill_shards(self, shards: Iterable[tuple[str, torch.Tensor, int]]) -> None:
+        """Copy parts in: (name, shard, index of its first element in the flattened whole). Others copy the rest."""
+        slots = {slot.name: slot for slot in self.slots}
+        started = time.perf_counter()
+        for name, shard, first in shards:
+            flat = slots[name].view(self.buckets).reshape(-1)
+            flat[first : first + shard.numel()].copy_(shard.detach().reshape(-1))
+        self.gather_s, self.cast_s = 0.0, time.perf_counter() - started
 
     @staticmethod
     def copy_from(
@@ -61,20 +114,16 @@ class SendBuffer:
         bucket_bytes: int = 64 * 2**20,
         ties: Iterable[tuple[str, str]] = (),
         buffer_names: Collection[str] = (),
-        into: SendBuffer | None = None,
     ) -> SendBuffer:
-        """Copy the tensors, in their order. `named_tensors` is read once and one at a time, so it may gather shards on the way.
+        """A new buffer with these tensors, in their order.
 
-        `into`: a released snapshot of the same model whose memory is used again.
-        Raises: ManifestMismatch if a name comes twice, a dtype cannot be sent, or `into` is laid out for another model.
+        Raises: ManifestMismatch if a name comes twice, or a dtype cannot be sent.
         """
-        started = time.perf_counter()
-        if into is not None:
-            _overwrite(into, named_tensors)
-            slots, buckets = into.slots, into.buckets
-        else:
-            slots, buckets = _lay_out(named_tensors, wire_dtype, bucket_bytes, frozenset(buffer_names))
-        return SendBuffer(slots, buckets, tuple(ties), time.perf_counter() - started)
+        named = list(named_tensors)
+        slots, sizes = lay_out(specs_of(named, buffer_names), wire_dtype, bucket_bytes)
+        buffer = SendBuffer(slots, PrivateMemory().allocate(sizes)[0], tuple(ties))
+        buffer.fill(named)
+        return buffer
 
     def entries(self) -> tuple[TensorEntry, ...]:
         """The manifest's entries, each with the digest of its bytes."""
@@ -83,38 +132,101 @@ class SendBuffer:
             for s in self.slots
         )
 
-    def manifest(self, *, epoch: int, version: int, probe: Probe, tolerance: Tolerance) -> Manifest:
+    def manifest(
+        self, *, epoch: int, version: int, probe: Probe, tolerance: Tolerance, canary: Canary | None = None
+    ) -> Manifest:
         """The manifest of a push of this snapshot."""
         sizes = tuple(len(bucket) for bucket in self.buckets)
-        return Manifest(epoch, version, self.entries(), sizes, self.ties, probe, tolerance)
+        return Manifest(epoch, version, self.entries(), sizes, self.ties, probe, tolerance, canary)
+
+
+class BufferMemory(Protocol):
+    """Where the buckets of send buffers lie."""
+
+    def allocate(self, sizes: Sequence[int]) -> tuple[tuple[torch.Tensor, ...], str]:
+        """Buckets of these sizes, and the path under which other processes find them (or empty)."""
+        ...
+
+    def close(self) -> None:
+        """Nobody uses any of it any more."""
+        ...
+
+
+class PrivateMemory:
+    """Of this process alone."""
+
+    def allocate(self, sizes: Sequence[int]) -> tuple[tuple[torch.Tensor, ...], str]:
+        return tuple(torch.zeros(size, dtype=torch.uint8) for size in sizes), ""
+
+    def close(self) -> None:
+        """Freed with the last reference."""
 
 
 class SendBufferPool:
-    """Snapshots of one model whose memory is used again: a push per step then costs a copy, and no page faults."""
+    """Snapshots of one model whose memory is used again: a push per step then costs a copy, and no page faults.
 
-    def __init__(self, wire_dtype: str, bucket_bytes: int) -> None:
+    Two are in use when pushes keep up (one is sent while the next is filled); a third when they do not.
+    """
+
+    def __init__(self, wire_dtype: str, bucket_bytes: int, memory: BufferMemory | None = None) -> None:
         self._wire_dtype = wire_dtype
         self._bucket_bytes = bucket_bytes
+        self._memory = memory or PrivateMemory()
         self._free: list[SendBuffer] = []
+
+    def take(self, specs: Sequence[TensorSpec], *, ties: Iterable[tuple[str, str]] = ()) -> SendBuffer:
+        """A buffer to fill; its `release` gives it back to this pool. Raises: ConfigError if there is no memory for one."""
+        if self._free:
+            return self._free.pop()
+        slots, sizes = lay_out(specs, self._wire_dtype, self._bucket_bytes)
+        buckets, location = self._memory.allocate(sizes)
+        buffer = SendBuffer(slots, buckets, tuple(ties), location=location)
+        buffer.release = lambda: self._free.append(buffer)
+        return buffer
 
     def copy_from(
         self,
-        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        named_tensors: Sequence[tuple[str, torch.Tensor]],
         *,
         ties: Iterable[tuple[str, str]] = (),
         buffer_names: Collection[str] = (),
     ) -> SendBuffer:
-        """As SendBuffer.copy_from; the snapshot's `release` gives its memory back to this pool."""
-        buffer = SendBuffer.copy_from(
-            named_tensors,
-            self._wire_dtype,
-            bucket_bytes=self._bucket_bytes,
-            ties=ties,
-            buffer_names=buffer_names,
-            into=self._free.pop() if self._free else None,
-        )
-        buffer.release = lambda: self._free.append(buffer)
+        """Take a buffer and fill it."""
+        buffer = self.take(specs_of(named_tensors, buffer_names), ties=ties)
+        buffer.fill(named_tensors)
         return buffer
+
+    def close(self) -> None:
+        """Give the memory back. No buffer of the pool may be used afterwards."""
+        self._free.clear()
+        self._memory.close()
+
+
+def specs_of(named_tensors: Iterable[tuple[str, torch.Tensor]], buffer_names: Collection[str] = ()) -> list[TensorSpec]:
+    """What whole tensors look like."""
+    names = frozenset(buffer_names)
+    return [TensorSpec(name, tuple(tensor.shape), tensor.dtype, name in names) for name, tensor in named_tensors]
+
+
+def lay_out(specs: Iterable[TensorSpec], wire_dtype: str, bucket_bytes: int) -> tuple[tuple[Slot, ...], tuple[int, ...]]:
+    """Where each tensor lies, and the sizes of the buckets. A function of its arguments: every rank computes the same.
+
+    Raises: ManifestMismatch if a name comes twice, or a dtype cannot be sent.
+    """
+    slots: list[Slot] = []
+    sizes: list[int] = []
+    names: set[str] = set()
+    for spec in specs:
+        if spec.name in names:
+            raise ManifestMismatch(f"{spec.name} comes twice; give a tied tensor once, and its other name among the ties")
+        names.add(spec.name)
+        dtype = _wire_dtype(spec, wire_dtype)
+        size = torch.Size(spec.shape).numel() * WIRE_DTYPES[dtype].itemsize
+        if not sizes or (sizes[-1] > 0 and sizes[-1] + size > bucket_bytes):
+            sizes.append(0)
+        slots.append(Slot(spec.name, spec.shape, dtype, len(sizes) - 1, sizes[-1], spec.is_buffer))
+        sizes[-1] += -(-size // ALIGNMENT) * ALIGNMENT
+    return tuple(slots), tuple(sizes)
 
 
 def named_weights(model: nn.Module) -> tuple[list[tuple[str, torch.Tensor]], tuple[tuple[str, str], ...], frozenset[str]]:
@@ -135,55 +247,9 @@ def named_weights(model: nn.Module) -> tuple[list[tuple[str, torch.Tensor]], tup
     return named, tuple(ties), frozenset(buffers & persistent.keys())
 
 
-def _lay_out(
-    named_tensors: Iterable[tuple[str, torch.Tensor]], wire_dtype: str, bucket_bytes: int, buffer_names: frozenset[str]
-) -> tuple[tuple[Slot, ...], tuple[torch.Tensor, ...]]:
-    """Copy into new buckets; only one bucket's worth of tensors is held beside them."""
-    slots: list[Slot] = []
-    buckets: list[torch.Tensor] = []
-    waiting: list[tuple[Slot, torch.Tensor]] = []
-    names: set[str] = set()
-    end = 0
-
-    def close_bucket() -> None:
-        bucket = torch.zeros(end, dtype=torch.uint8)
-        buckets.append(bucket)
-        for slot, tensor in waiting:
-            slot.view(buckets).copy_(tensor)
-        slots.extend(slot for slot, _ in waiting)
-        waiting.clear()
-
-    for name, tensor in named_tensors:
-        if name in names:
-            raise ManifestMismatch(f"{name} comes twice; give a tied tensor once, and its other name among the ties")
-        names.add(name)
-        dtype = _wire_dtype(name, tensor, wire_dtype)
-        size = tensor.numel() * WIRE_DTYPES[dtype].itemsize
-        if waiting and end + size > bucket_bytes:
-            close_bucket()
-            end = 0
-        waiting.append((Slot(name, tuple(tensor.shape), dtype, len(buckets), end, name in buffer_names), tensor.detach()))
-        end += -(-size // ALIGNMENT) * ALIGNMENT
-    if waiting:
-        close_bucket()
-    return tuple(slots), tuple(buckets)
-
-
-def _overwrite(buffer: SendBuffer, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    slots = {slot.name: slot for slot in buffer.slots}
-    for name, tensor in named_tensors:
-        slot = slots.pop(name, None)
-        if slot is None or slot.shape != tuple(tensor.shape):
-            expected = "no tensor of that name" if slot is None else f"{name} of shape {slot.shape}"
-            raise ManifestMismatch(f"{name} {tuple(tensor.shape)}: the buffer was laid out for {expected} (or it came twice)")
-        slot.view(buffer.buckets).copy_(tensor.detach())
-    if slots:
-        raise ManifestMismatch(f"{len(slots)} tensors of the buffer's layout did not come, {next(iter(slots))} first")
-
-
-def _wire_dtype(name: str, tensor: torch.Tensor, wire_dtype: str) -> str:
-    if tensor.is_floating_point():
+def _wire_dtype(spec: TensorSpec, wire_dtype: str) -> str:
+    if spec.dtype.is_floating_point:
         return wire_dtype
-    if tensor.dtype not in _NAME_OF:
-        raise ManifestMismatch(f"{name}: dtype {tensor.dtype} cannot be sent; known are {', '.join(WIRE_DTYPES)}")
-    return _NAME_OF[tensor.dtype]
+    if spec.dtype not in _NAME_OF:
+        raise ManifestMismatch(f"{spec.name}: dtype {spec.dtype} cannot be sent; known are {', '.join(WIRE_DTYPES)}")
+    return _NAME_OF[spec.dtype]

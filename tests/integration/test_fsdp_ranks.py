@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -22,10 +23,15 @@ from torch.optim import AdamW
 from async_rl.algorithms.aggregation import TOKEN_MEAN, Aggregation, AggregationName
 from async_rl.algorithms.gspo import gspo
 from async_rl.algorithms.losses import ClipRange, LossFn, LossSettings, decoupled_clip
+from async_rl.config.run import ModelConfig, RunConfig
+from async_rl.config.trainer import TrainerConfig
 from async_rl.model.load import load_causal_lm
 from async_rl.testing.batches import credit_loss, first_step_gradients, group_samples, make_sample, random_samples
+from async_rl.testing.steps import random_groups, step_of
 from async_rl.testing.tiny_models import TinyModel, save_tiny_model
 from async_rl.trainer.checkpoint import find_latest, load_checkpoint, save_checkpoint
+from async_rl.trainer.distributed import joined_ranks
+from async_rl.trainer.learner import Learner
 from async_rl.trainer.packing import MicroBatch, balance, pack
 from async_rl.trainer.policy import PolicyModel, load_policy
 from async_rl.trainer.step import StepSettings, make_optimizer, train_step
@@ -135,8 +141,11 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     out = root / "out"
     out.mkdir()
     start([str(path) for path in (out, untied, tied, root / "of_one_rank")], world_size=2)
-    stats = json.loads((out / "stats.json").read_text())
-    return Outcome(out, untied, tied, everything(policy, optimizer), stats, load_file(out / "tensors.safetensors"))
+    start([str(path) for path in (out, untied, tied, root / "of_one_rank")], world_size=4)
+    stats = json.loads((out / "stats2.json").read_text())
+    tensors = load_file(out / "tensors2.safetensors")
+    tensors |= {f"four_{name}": tensor for name, tensor in load_file(out / "tensors4.safetensors").items()}
+    return Outcome(out, untied, tied, everything(policy, optimizer), stats, tensors)
 
 
 @pytest.mark.parametrize("name", ["two_ranks", "two_ranks_untied", "two_micro_batches_each"])
@@ -155,7 +164,7 @@ def test_a_rank_without_a_sample_finishes_and_adds_nothing(outcome: Outcome) -> 
     assert_close(outcome.kept("no_sample_on_rank_1"), alone(outcome.tied, pack([A], 100)))
 
 
-@pytest.mark.parametrize("name", ["uneven", "recomputed"])
+@pytest.mark.parametrize("name", ["uneven", "recomputed", "hsdp", "offloaded"])
 def test_uneven_work_gets_equal_counts_and_the_gradient_of_one_process(name: str, outcome: Outcome) -> None:
     per_rank = balance(random_samples(UNEVEN), 100, 2)
     assert len(per_rank[0]) == len(per_rank[1])
@@ -203,6 +212,7 @@ def test_pushed_weights_are_the_whole_float32_model_whatever_ran_before(outcome:
     expected = {name: p.detach() for name, p in load_causal_lm(outcome.tied).named_parameters()}
     for dtype in ("float32", "bfloat16"):
         assert_equal(outcome.kept(f"weights_{dtype}"), expected)
+        assert_equal(outcome.kept(f"shards_{dtype}"), expected)
         assert outcome.stats[f"ties_{dtype}"] == [["lm_head.weight", "model.embed_tokens.weight"]]
 
 
@@ -224,6 +234,52 @@ def test_a_checkpoint_of_two_ranks_loads_on_one_element_by_element(outcome: Outc
 
 def test_a_checkpoint_of_one_rank_loads_on_two_element_by_element(outcome: Outcome) -> None:
     assert_equal(outcome.kept("loaded"), outcome.of_one_rank)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("saved", "four_loaded"), ("saved_copies", "four_loaded_copies")])
+def test_a_checkpoint_of_two_ranks_loads_on_four_element_by_element(saved: str, loaded: str, outcome: Outcome) -> None:
+    assert_equal(outcome.kept(loaded), outcome.kept(saved))
+
+
+@pytest.mark.parametrize("name", ["hsdp", "offloaded"])
+def test_copies_and_offloaded_parameters_are_pushed_whole(name: str, outcome: Outcome) -> None:
+    assert_equal(outcome.kept(f"shards_{name}"), outcome.kept(f"whole_{name}"))
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_step_from_the_same_state_and_log_is_the_same_on_one_rank_and_on_two(
+    number: int, outcome: Outcome, tmp_path: Path
+) -> None:
+    groups = random_groups(3, seed=number)
+    policy = load_policy(outcome.untied)
+    trainer = TrainerConfig(max_tokens_per_micro_batch=64, learning_rate=1e-3, grad_clip=1e6, max_steps=10)
+    config = RunConfig(run_dir=tmp_path, model=ModelConfig(path=outcome.untied), trainer=trainer)
+    with joined_ranks() as ranks:
+        learner = Learner(config, policy, ranks)
+        result = learner.train(step_of(groups, number=number))
+    stats = outcome.stats[f"logged_{number}"]
+    assert stats["loss"] == pytest.approx(result.metrics["loss"], rel=1e-6, abs=1e-7)
+    assert stats["tokens"] == result.metrics["tokens"]
+    expected = first_step_gradients(policy, learner.optimizer)
+    got = outcome.kept(f"logged_{number}")
+    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    difference = torch.stack([(got[name] - gradient).norm() for name, gradient in expected.items()]).norm()
+    assert float(norm) > 0.01
+    assert float(difference / norm) <= 1e-6
+
+
+def test_a_snapshot_is_the_same_gathered_and_through_shared_memory_of_which_nothing_is_left(outcome: Outcome) -> None:
+    expected = {name: p.detach().to(torch.bfloat16) for name, p in load_causal_lm(outcome.tied).named_parameters()}
+    for backend in ("gloo", "shm"):
+        assert_equal(outcome.kept(f"pushed_{backend}"), expected)
+        assert outcome.stats[f"segments_{backend}"] == []
+
+
+def test_a_rank_that_waits_in_a_collective_can_say_for_whom(outcome: Outcome) -> None:
+    (report,) = outcome.stats["stuck"]
+    first, *lines = report.splitlines()
+    assert re.fullmatch(r"rank 0 waits since \d s in all_reduce of train for rank 1", first)
+    assert re.match(r"  rank 1: train for \d s, in no collective", lines[1])
 
 
 def test_a_save_that_fails_fails_on_every_rank(outcome: Outcome) -> None:

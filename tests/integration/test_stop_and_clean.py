@@ -16,13 +16,15 @@ import pytest
 
 from async_rl.config import RunConfig
 from async_rl.config.run import ModelConfig, RedisConfig
+from async_rl.config.trainer import WeightsConfig
 from async_rl.errors import DeadlineExceeded, RunDirError
 from async_rl.launch.clean import clean_run
 from async_rl.launch.embedded_redis import EmbeddedRedis
-from async_rl.launch.prepare import prepare
+from async_rl.launch.prepare import prepare, write_config
 from async_rl.launch.run_lock import lock_holder, run_lock
 from async_rl.launch.stop import stop_run
-from async_rl.run_dir.layout import RunLayout
+from async_rl.run_dir.layout import RunLayout, open_run
+from async_rl.run_dir.segments_of_run import segment_name
 from protocol.redis_streams import RedisStreams
 
 SUPERVISOR = """
@@ -123,6 +125,20 @@ def test_what_a_killed_run_left_is_removed_and_what_resuming_needs_stays(layout:
     assert (whole / "file").exists()
     assert (layout.intake_dir / "1-1.log").exists()
     assert (layout.redis_dir / "file").exists()
+
+
+def test_shared_memory_of_a_killed_trainer_is_removed_and_that_of_other_runs_stays(layout: RunLayout, tmp_path: Path) -> None:
+    _, identity = open_run(layout.root)
+    config = RunConfig(
+        run_dir=layout.root, model=ModelConfig(path=tmp_path), weights=WeightsConfig(backend="shm", shm_dir=tmp_path)
+    )
+    write_config(config, layout)
+    mine, other = (tmp_path / segment_name(run_id, 1, 0) for run_id in (identity.run_id, "another"))
+    mine.write_bytes(bytes(16))
+    other.write_bytes(bytes(16))
+    assert mine in clean_run(layout.root, {})
+    assert not mine.exists()
+    assert other.exists()
 
 
 def test_a_run_that_lives_is_not_cleaned(layout: RunLayout) -> None:

@@ -2,139 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
-import multiprocessing
 import time
-from collections.abc import AsyncIterator, Callable
-from multiprocessing.process import BaseProcess
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from async_rl.config.run import ModelConfig, RunConfig
 from async_rl.config.trainer import WeightsConfig
-from async_rl.coordinator.pushes import PushSupervisor
 from async_rl.errors import EpochFenced
-from async_rl.launch.embedded_redis import EmbeddedRedis
-from async_rl.registry.redis_registry import RedisRegistry
-from async_rl.registry.versions import EngineStatus, RegistryState, min_served
-from async_rl.testing.push_engines import EngineArguments, run_engine, served_path, withdrawn_path
-from async_rl.testing.push_targets import TinyPolicy, tiny_probe
-from async_rl.weights.publisher import Publisher, PushRequest, PushStats
-from async_rl.weights.send_buffer import SendBufferPool, named_weights
-from protocol.keys import Keys
-from protocol.redis_client import RedisClient
-
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["async_rl.testing.push_engines"])  # torch is imported once for all engines
-START_S = 30.0  # an engine process imports torch; other work shares the machine
-
-
-class Run:
-    """A server, a coordinator's push supervisor, publishers by epoch, and engine processes."""
-
-    def __init__(self, directory: Path, weights: WeightsConfig) -> None:
-        self.directory = directory
-        self.weights = weights
-        self.stats: list[PushStats] = []
-        self.engines: dict[str, BaseProcess] = {}
-        self.lease_outlives_process = False
-        self._tasks: list[asyncio.Task[None]] = []
-        self._publishers: list[Publisher] = []
-
-    async def start(self) -> None:
-        self.server = EmbeddedRedis(self.directory / "redis", appendfsync="everysec").start()
-        self.client = RedisClient(self.server.url, timeout_s=5, retry_s=5)
-        self.registry = RedisRegistry(self.client.redis, "run")
-        supervisor = PushSupervisor(self.registry, self.alive, deadline_s=self.weights.deadline_s)
-        self._tasks.append(asyncio.create_task(supervisor.run()))
-        self.pool = SendBufferPool(self.weights.wire_dtype, self.weights.bucket_bytes)
-
-    async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        async with asyncio.timeout(20):
-            results = await asyncio.gather(*self._tasks, return_exceptions=True)
-        for publisher in self._publishers:
-            publisher.close()
-        for process in self.engines.values():
-            process.kill()
-            process.join(10)
-            process.close()
-        await self.client.close()
-        self.server.stop()
-        assert [r for r in results if not isinstance(r, asyncio.CancelledError | BaseExceptionGroup)] == []
-
-    async def alive(self) -> frozenset[str]:
-        """Leases: a process's ends with it, or not yet."""
-        return frozenset(
-            f"w-{name}" for name, process in self.engines.items() if self.lease_outlives_process or process.is_alive()
-        )
-
-    async def publisher(self, epoch: int) -> Publisher:
-        """A trainer incarnation."""
-        await self.client.redis.hset(Keys("run").state, "epoch", str(epoch))
-        config = RunConfig(run_dir=self.directory, model=ModelConfig(path=self.directory), weights=self.weights)
-        publisher = Publisher(self.registry, config, epoch=epoch, on_complete=self.stats.append)
-        self._publishers.append(publisher)
-        self._tasks.append(asyncio.create_task(publisher.run()))
-        return publisher
-
-    def engine(self, name: str, **more: Any) -> None:
-        """Start an engine process."""
-        arguments = EngineArguments(self.server.url, "run", name, self.directory, self.weights, **more)
-        self.engines[name] = FORKS.Process(target=run_engine, args=(arguments,), daemon=True)
-        self.engines[name].start()
-
-    async def submit(self, publisher: Publisher, version: int, model: TinyPolicy) -> None:
-        named, ties, buffers = named_weights(model)
-        snapshot = self.pool.copy_from(named, ties=ties, buffer_names=buffers)
-        wire = TinyPolicy(0)  # what an engine of the wire's precision computes
-        wire.load_state_dict({k: v.to(snapshot_dtype(v, self.weights)).to(v.dtype) for k, v in model.state_dict().items()})
-        await publisher.submit(PushRequest(version, snapshot, tiny_probe(wire), 16 * version, 0, blocked_s=0.0))
-
-    async def joined(self, *names: str) -> None:
-        """Wait until these engines are known."""
-        await self.until(lambda state: set(names) <= set(state.engines), START_S)
-
-    async def until(self, holds: Callable[[RegistryState], bool], timeout_s: float) -> RegistryState:
-        async with asyncio.timeout(timeout_s):
-            while True:
-                state = await self.registry.state()
-                if holds(state):
-                    return state
-                await self.registry.wait_change(state.revision, timeout_s=0.5)
-
-    async def serves(self, version: int, *names: str, timeout_s: float = 10.0) -> RegistryState:
-        """Wait until these engines serve `version`, by the registry and by what they wrote."""
-        files = [served_path(self.directory, name, version) for name in names]
-        state = await self.until(lambda s: all(_serving(s, name) == version for name in names), timeout_s)
-        for _ in range(500):  # the file follows the confirmation
-            if all(file.exists() for file in files):
-                break
-            await asyncio.sleep(0.01)
-        return state
-
-    def held(self, name: str, version: int) -> dict[str, torch.Tensor]:
-        tensors: dict[str, torch.Tensor] = torch.load(served_path(self.directory, name, version), weights_only=True)
-        return tensors
-
-
-def snapshot_dtype(tensor: torch.Tensor, weights: WeightsConfig) -> torch.dtype:
-    return getattr(torch, weights.wire_dtype) if tensor.is_floating_point() else tensor.dtype
-
-
-def _serving(state: RegistryState, name: str) -> int | None:
-    record = state.engines.get(name)
-    return record.serving_version if record is not None and record.status is EngineStatus.SERVING else None
+from async_rl.registry.versions import EngineStatus, min_served
+from async_rl.run_dir.segments_of_run import segments_of_run
+from async_rl.testing.push_engines import served_path, withdrawn_path
+from async_rl.testing.push_run import START_S, PushRun, serving
+from async_rl.testing.push_targets import TinyPolicy
 
 
 @pytest.fixture
-async def run(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Run]:
+async def run(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[PushRun]:
     settings = {"bucket_bytes": 2**16, "deadline_s": 30.0, "probe_tolerance": 1e-4, **getattr(request, "param", {})}
-    running = Run(tmp_path, WeightsConfig(**settings))
+    running = PushRun(tmp_path, WeightsConfig(**settings))
     await running.start()
     yield running
     await running.stop()
@@ -148,8 +35,13 @@ def assert_equal_after_cast(held: dict[str, torch.Tensor], model: TinyPolicy, wi
         assert torch.equal(held[name], expected), name
 
 
-@pytest.mark.parametrize("run", [{"backend": "gloo", "wire_dtype": "bfloat16"}, {"backend": "disk"}], indirect=True)
-async def test_two_engines_hold_what_was_sent_push_after_push_and_a_late_one_joins(run: Run) -> None:
+@pytest.mark.parametrize(
+    "run",
+    [{"backend": "gloo", "wire_dtype": "bfloat16"}, {"backend": "shm", "wire_dtype": "bfloat16"}, {"backend": "disk"}],
+    ids=["gloo", "shm", "disk"],
+    indirect=True,
+)
+async def test_two_engines_hold_what_was_sent_push_after_push_and_a_late_one_joins(run: PushRun) -> None:
     run.engine("a")
     run.engine("b", tied=False)
     await run.joined("a", "b")
@@ -174,8 +66,10 @@ async def test_two_engines_hold_what_was_sent_push_after_push_and_a_late_one_joi
     assert state.plan is not None
     assert state.plan.participants == ("a", "b", "c")
     assert state.plan.generation > run.stats[0].generation
-    assert _serving(state, "a") == _serving(state, "b") == 4
+    assert serving(state, "a") == serving(state, "b") == 4
     assert not withdrawn_path(run.directory, "a").exists()
+    segments = segments_of_run(run.weights.shm_dir, run.run_id)
+    assert len(segments) == (2 if run.weights.backend == "shm" else 0)  # one that is sent, one that is filled
     if run.weights.backend == "disk":
         assert [path.name for path in sorted((run.directory / "weights").iterdir())] == ["v00000003-e1", "v00000004-e1"]
 
@@ -183,7 +77,7 @@ async def test_two_engines_hold_what_was_sent_push_after_push_and_a_late_one_joi
 @pytest.mark.parametrize("run", [{"deadline_s": 6.0}], indirect=True)
 @pytest.mark.parametrize(("fault", "lease_outlives_process"), [("SIGKILL", False), ("SIGKILL", True), ("SIGSTOP", True)])
 async def test_an_engine_that_dies_or_hangs_in_a_push_costs_less_than_the_deadline(
-    run: Run, fault: str, lease_outlives_process: bool
+    run: PushRun, fault: str, lease_outlives_process: bool
 ) -> None:
     run.lease_outlives_process = lease_outlives_process
     run.engine("a")
@@ -215,7 +109,7 @@ async def test_an_engine_that_dies_or_hangs_in_a_push_costs_less_than_the_deadli
 
 @pytest.mark.parametrize("run", [{"deadline_s": 6.0}], indirect=True)  # a repair push may be under way at the end
 @pytest.mark.parametrize(("fault", "reason"), [("flip", "mix.weight"), ("stale_head", "nats (max; most at probe token")])
-async def test_an_engine_whose_proof_fails_does_not_serve_and_says_so(run: Run, fault: str, reason: str) -> None:
+async def test_an_engine_whose_proof_fails_does_not_serve_and_says_so(run: PushRun, fault: str, reason: str) -> None:
     run.engine("good")
     run.engine("liar", fault=fault, at_version=2)
     await run.joined("good", "liar")
@@ -232,7 +126,7 @@ async def test_an_engine_whose_proof_fails_does_not_serve_and_says_so(run: Run, 
     assert not served_path(run.directory, "liar", 2).exists()
 
 
-async def test_a_restarted_trainer_pushes_again_and_the_old_one_is_refused(run: Run) -> None:
+async def test_a_restarted_trainer_pushes_again_and_the_old_one_is_refused(run: PushRun) -> None:
     run.engine("a")
     await run.joined("a")
     old = await run.publisher(1)
@@ -241,13 +135,13 @@ async def test_a_restarted_trainer_pushes_again_and_the_old_one_is_refused(run: 
     new = await run.publisher(2)
     await run.submit(new, 3, TinyPolicy(3))
     state = await run.until(lambda s: s.engines["a"].serving_epoch == 2, 10)
-    assert _serving(state, "a") == 3
+    assert serving(state, "a") == 3
     with pytest.raises(EpochFenced):
         await old.announce(4, trained_through=64, discarded=0)
     assert not withdrawn_path(run.directory, "a").exists()
 
 
-async def test_a_new_trainer_that_starts_below_what_is_served_is_refused_loudly(run: Run) -> None:
+async def test_a_new_trainer_that_starts_below_what_is_served_is_refused_loudly(run: PushRun) -> None:
     run.engine("a")
     await run.joined("a")
     first = await run.publisher(1)
@@ -262,7 +156,7 @@ async def test_a_new_trainer_that_starts_below_what_is_served_is_refused_loudly(
     await run.until(lambda s: (s.engines["a"].serving_epoch, s.engines["a"].serving_version) == (2, 3), 10)
 
 
-async def test_the_newest_of_many_submitted_versions_arrives_and_superseded_ones_are_skipped(run: Run) -> None:
+async def test_the_newest_of_many_submitted_versions_arrives_and_superseded_ones_are_skipped(run: PushRun) -> None:
     run.engine("a")
     await run.joined("a")
     publisher = await run.publisher(1)

@@ -14,7 +14,7 @@ import pytest
 from redis import Redis
 from rich.console import Console
 
-from async_rl.checks.doctor import check_machine, check_run_dir, file_system_of, is_broken, print_findings
+from async_rl.checks.doctor import _shared_memory, check_machine, check_run_dir, file_system_of, is_broken, print_findings
 from async_rl.checks.findings import Finding, Verdict, fail, ok, warn
 from async_rl.checks.server import check_server
 from async_rl.config.run import ModelConfig, RedisConfig, RunConfig
@@ -82,6 +82,22 @@ def test_a_run_over_machines_is_told_about_loopback_and_local_disks(tmp_path: Pa
     assert found["shared run directory"].verdict is Verdict.WARN
     at_home = by_name(check_machine(config(tmp_path, url="redis://127.0.0.1:6379")))
     assert at_home["push store"].verdict is at_home["shared run directory"].verdict is Verdict.OK
+
+
+@pytest.mark.parametrize(("free", "verdict"), [(3000, Verdict.OK), (2999, Verdict.FAIL)])
+def test_shared_memory_must_hold_three_versions(
+    tmp_path: Path, free: int, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    shared = WeightsConfig(backend="shm", shm_dir=tmp_path)
+    settings = config(tmp_path).model_copy(update={"weights": shared})
+    real = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free) if path == tmp_path else real(path))
+    found = by_name(list(_shared_memory(settings)))["shared memory"]
+    assert (found.verdict, "--shm-size" in found.advice) == (verdict, verdict is Verdict.FAIL)
+    nowhere = settings.model_copy(update={"weights": WeightsConfig(backend="shm", shm_dir=tmp_path / "nowhere")})
+    assert by_name(list(_shared_memory(nowhere)))["shared memory"].verdict is Verdict.FAIL
+    assert list(_shared_memory(config(tmp_path))) == []
 
 
 def test_findings_are_a_line_each_with_counts_at_the_end() -> None:

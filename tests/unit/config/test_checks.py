@@ -40,6 +40,8 @@ def test_each_loss_brings_the_defaults_of_its_paper(loss, clip, aggregation):
     [
         ({"rollout": {"top_p": 0.9}}, ["rollout.top_p=0.9", "below 1.0", "stored support", "top_p=1.0"]),
         ({"rollout": {"top_k": 20}}, ["rollout.top_k=20", "above 0", "stored support", "top_k=0"]),
+        ({"trainer": {"world_size": 6, "shard_size": 4}}, ["shard_size=4", "world_size=6", "1 or 2 or 3 or 6"]),
+        ({"weights": {"backend": "nccl"}, "trainer": {"device": "cuda"}}, ["backend='nccl'", "rollout.device='cpu'", "gloo"]),
         ({"rollout": {"group_size": 1}}, ["rollout.group_size=1", "'grpo'", "always 0", "group_size=2"]),
         (
             {"rollout": {"group_size": 1}, "algorithm": {"advantage": "rloo"}},

@@ -12,6 +12,7 @@ import xxhash
 
 from async_rl.errors import ManifestMismatch
 from async_rl.weights.manifest import (
+    Canary,
     Manifest,
     Probe,
     TensorEntry,
@@ -23,6 +24,8 @@ from async_rl.weights.manifest import (
     tensor_digest,
 )
 
+CANARY_PROBE = Probe((np.array([4, 5], dtype=np.int32),), (np.array([-2.0], dtype=np.float32),), 1.0)
+CANARY = Canary(5, {"a": (0.5, 0.25)}, CANARY_PROBE, Tolerance(0.5))
 PROBE = Probe((np.array([1, 2, 3], dtype=np.int32),), (np.array([-0.5, -1.25], dtype=np.float32),), 0.7)
 
 
@@ -31,7 +34,7 @@ def entry(name: str, shape: tuple[int, ...], *, offset: int = 0, bucket: int = 0
 
 
 def manifest(*entries: TensorEntry, sizes: tuple[int, ...] = (256,), ties: tuple[tuple[str, str], ...] = ()) -> Manifest:
-    return Manifest(2, 7, entries, sizes, ties, PROBE, Tolerance(1e-4), canary=True, path="/somewhere")
+    return Manifest(2, 7, entries, sizes, ties, PROBE, Tolerance(1e-4), canary=CANARY, path="/somewhere")
 
 
 def test_a_digest_is_of_the_bytes_that_go_over_the_wire() -> None:
@@ -57,14 +60,17 @@ def test_a_digest_sees_one_bit(bit: int) -> None:
 def test_a_manifest_survives_its_encoding() -> None:
     sent = manifest(entry("a", (2, 3)), entry("b", (), offset=32, dtype="int64"), ties=(("head", "a"),))
     got = decode_manifest(encode_manifest(sent))
-    assert (got.epoch, got.version, got.tolerance, got.canary, got.path) == (2, 7, Tolerance(1e-4), True, "/somewhere")
+    assert (got.epoch, got.version, got.tolerance, got.path) == (2, 7, Tolerance(1e-4), "/somewhere")
+    assert got.canary is not None
+    assert (got.canary.seed, got.canary.scales, got.canary.tolerance) == (5, {"a": (0.5, 0.25)}, Tolerance(0.5))
+    np.testing.assert_array_equal(got.canary.probe.logprobs[0], CANARY_PROBE.logprobs[0])
     assert (got.entries, got.bucket_bytes, got.ties) == (sent.entries, (256,), (("head", "a"),))
     assert got.probe.temperature == 0.7
     np.testing.assert_array_equal(got.probe.sequences[0], PROBE.sequences[0])
     np.testing.assert_array_equal(got.probe.logprobs[0], PROBE.logprobs[0])
 
 
-@pytest.mark.parametrize("data", [b"", b"\xc1", b"garbage", msgpack.packb({"schema": 1}), msgpack.packb([1, 2])])
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"garbage", msgpack.packb({"schema": 2}), msgpack.packb([1, 2])])
 def test_what_is_not_a_manifest_is_refused(data: bytes) -> None:
     with pytest.raises(ManifestMismatch, match="not a manifest"):
         decode_manifest(data)

@@ -60,7 +60,9 @@ class Scene:
         """Plan, take and prove it, as coordinator and engine would."""
         plan = await self.plan(version, generation=generation)
         assert await self.registry.ready("a", plan)
-        assert await self.registry.confirm("a", 1, version, ProofReport(3e-6, 1e-6, 10, {"probe": 0.25}))
+        assert await self.registry.confirm(
+            "a", 1, version, ProofReport(3e-6, 1e-6, 10, {"probe": 0.25, "receive": 0.375, "swap": 0.125})
+        )
         return plan
 
     async def plan(self, version: int, *, generation: int = 1) -> PushPlan:
@@ -105,7 +107,10 @@ async def test_a_push_is_reported_once_with_its_parity_and_phases(scene: Scene) 
     record = stats.to_record()
     assert (record["version"], record["live"], record["engines"], record["failed"]) == (4, True, ["a"], {})
     assert (record["parity_max_abs"], record["parity_mean_abs"], record["parity_tokens"]) == (3e-6, 1e-6, 10)
-    assert {"blocked", "snapshot", "digest", "total", "engine_probe"} <= stats.seconds.keys()
+    assert {"blocked", "gather", "cast", "digest", "total", "engine_probe"} <= stats.seconds.keys()
+    assert (record["backend"], record["bytes"]) == ("disk", stats.num_bytes)
+    assert (record["bytes_per_s"], stats.num_bytes) == (stats.num_bytes / 0.5, stats.num_bytes)  # receive and swap: 0.5 s
+    assert isinstance(record["memcpy_bytes_per_s"], float)
     assert (stats.seconds["blocked"], stats.seconds["engine_probe"]) == (0.5, 0.25)
     await scene.registry.join("b", "w")  # any change
     await scene.submit(5)

@@ -14,7 +14,8 @@ from async_rl.errors import EngineError, QueueUnavailable, WeightPushError
 from async_rl.registry.memory_registry import MemoryRegistry
 from async_rl.registry.versions import Announcement, EngineStatus, ProofReport, PushPlan, PushStatus, RegistryState
 from async_rl.testing.push_targets import FaultyEngine, TinyEngine, TinyPolicy, tiny_probe
-from async_rl.weights.manifest import Manifest, Tolerance, bucket_views, encode_manifest
+from async_rl.weights.canary import canary_tensor
+from async_rl.weights.manifest import Canary, Manifest, Tolerance, bucket_views, encode_manifest
 from async_rl.weights.receiver import Receiver
 from async_rl.weights.send_buffer import SendBuffer, named_weights
 
@@ -285,3 +286,35 @@ async def test_who_fails_the_same_version_again_asks_ever_later_but_at_once_for_
     await scene.serves(2)
     assert "serve 1" not in scene.engine.history
     scene.task.cancel()
+
+
+async def test_an_engine_is_tried_with_the_canary_once_and_then_takes_what_was_sent(scene: Scene) -> None:
+    for version in (1, 2):
+        await scene.announce(version, change=with_canary)
+        await scene.freeze(version)
+        await scene.serves(version)
+    assert scene.engine.history[:4] == ["swap -1", "swap 1", "confirm 1 True", "serve 1"]
+    assert scene.engine.history[4:] == ["swap 2", "confirm 2 True", "serve 2"]
+    assert torch.equal(scene.engine.model.mix.weight, TinyPolicy(2).mix.weight)
+
+
+async def test_an_engine_that_fails_the_canary_is_not_sent_on_to_its_first_version() -> None:
+    scene = Scene(FaultyEngine(TinyPolicy(99), fault="stale_head", at_version=-1))
+    await scene.joined()
+    await scene.announce(1, change=with_canary)
+    await scene.freeze(1)
+    assert "canary" in await scene.failed()
+    await scene.joined()  # and asks for another push
+    assert scene.engine.history[0] == "swap -1"
+    assert not any(call.startswith("serve") or call == "swap 1" for call in scene.engine.history)
+    scene.task.cancel()
+
+
+def with_canary(manifest: Manifest) -> Manifest:
+    """As a trainer that loaded a TinyPolicy makes it."""
+    made = TinyPolicy(0)
+    scales = {entry.name: (0.0, 1.0) for entry in manifest.entries if entry.dtype == "float32"}
+    for name, tensor in made.state_dict().items():
+        if name in scales:
+            tensor.copy_(canary_tensor(name, tuple(tensor.shape), scales[name], 3, torch.float32))
+    return replace(manifest, canary=Canary(3, scales, tiny_probe(made), Tolerance(1e-4)))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from async_rl.errors import ManifestMismatch
 from async_rl.testing.push_targets import TinyPolicy, tiny_probe
 from async_rl.weights.manifest import Tolerance, bucket_views, check_layout, tensor_digest
-from async_rl.weights.send_buffer import SendBuffer, SendBufferPool, named_weights
+from async_rl.weights.send_buffer import SendBuffer, SendBufferPool, TensorSpec, named_weights
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -86,27 +86,38 @@ def test_the_pool_uses_released_memory_again_and_no_other() -> None:
 
 
 def test_tensors_are_read_one_at_a_time_so_that_shards_can_be_gathered_on_the_way() -> None:
-    alive = []
+    copied: list[float] = []
+    buffer = SendBuffer.copy_from([(f"t{i}", torch.zeros(8)) for i in range(6)], "float32", bucket_bytes=64)
 
     def gather() -> Iterator[tuple[str, torch.Tensor]]:
         for i in range(6):
-            alive.append(i)
-            yield f"t{i}", torch.full((8,), float(i))
+            yield f"t{i}", torch.full((8,), 10.0 * i)
+            copied.append(float(buffer.slots[i].view(buffer.buckets)[0]))
 
-    buffer = SendBuffer.copy_from(gather(), "float32", bucket_bytes=64)
-    assert alive == list(range(6))
-    again = SendBuffer.copy_from(((f"t{i}", torch.full((8,), 10.0 * i)) for i in range(6)), "float32", into=buffer)
-    assert [float(slot.view(again.buckets)[0]) for slot in again.slots] == [0, 10, 20, 30, 40, 50]
+    buffer.fill(gather())
+    assert copied == [0, 10, 20, 30, 40, 50]
+    assert buffer.seconds == buffer.gather_s + buffer.cast_s
+
+
+def test_shards_of_several_ranks_make_the_whole_snapshot() -> None:
+    whole = torch.arange(7 * 3, dtype=torch.float32).reshape(7, 3)
+    pool = SendBufferPool("bfloat16", 2**16)
+    buffer = pool.take([TensorSpec("w", (7, 3), torch.float32), TensorSpec("b", (5,), torch.float32)])
+    buffer.fill_shards([("w", whole[:4], 0), ("b", torch.ones(3), 0)])
+    buffer.fill_shards([("w", whole[4:], 4 * 3), ("b", torch.full((2,), 2.0), 3), ("b", torch.zeros(0), 5)])
+    views = [slot.view(buffer.buckets) for slot in buffer.slots]
+    assert torch.equal(views[0], whole.to(torch.bfloat16))
+    assert views[1].tolist() == [1, 1, 1, 2, 2]
 
 
 def test_names_and_shapes_must_fit_the_layout() -> None:
     buffer = SendBuffer.copy_from([("a", torch.zeros(2)), ("b", torch.zeros(3))], "float32")
     with pytest.raises(ManifestMismatch, match="b first"):
-        SendBuffer.copy_from([("a", torch.zeros(2))], "float32", into=buffer)
+        buffer.fill([("a", torch.zeros(2))])
     with pytest.raises(ManifestMismatch, match="no tensor of that name"):
-        SendBuffer.copy_from([("c", torch.zeros(2))], "float32", into=buffer)
+        buffer.fill([("c", torch.zeros(2))])
     with pytest.raises(ManifestMismatch, match=r"a of shape \(2,\)"):
-        SendBuffer.copy_from([("a", torch.zeros(3))], "float32", into=buffer)
+        buffer.fill([("a", torch.zeros(3))])
     with pytest.raises(ManifestMismatch, match="a comes twice"):
         SendBuffer.copy_from([("a", torch.zeros(2)), ("a", torch.zeros(2))], "float32")
     with pytest.raises(ManifestMismatch, match="complex64"):
