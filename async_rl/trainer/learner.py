@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -32,6 +32,7 @@ from async_rl.trainer.commands import receive_command, send_command
 from async_rl.trainer.credit import Credit, Penalties
 from async_rl.trainer.distributed import Ranks
 from async_rl.trainer.intake import ComposedStep
+from async_rl.trainer.kept_weights import KeptWeights
 from async_rl.trainer.objective import step_settings
 from async_rl.trainer.packing import MicroBatch, balance, lay_out, unpack
 from async_rl.trainer.policy import CANARY_SEED, PolicyModel, load_head
@@ -124,6 +125,7 @@ class Learner:
         )
         self._steps_done = 0
         self._batch_version = 0
+        self._kept = KeptWeights()
         self._proximal: dict[tuple[str, int], Tensor] = {}
         self._last_command = time.monotonic()
         self._commands: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
@@ -162,7 +164,12 @@ class Learner:
 
     def train(self, step: ComposedStep) -> StepResult:
         """One optimizer step on what the record says."""
-        payload = {"samples": self._samples(step), "since_proximal": step.record.version - self._batch_version}
+        version = step.record.version
+        payload = {
+            "samples": self._samples(step),
+            "since_proximal": version - self._batch_version,
+            "keep": version if self._keeps(version) else None,
+        }
         stats: StepStats = self._call("train", payload)
         return StepResult(None if stats.skip_reason is None else stats.skip_reason.value, step_stats_metrics(stats))
 
@@ -185,9 +192,29 @@ class Learner:
         """Mean |bfloat16 − float32| logprob of this model, nats; None where everything computes in float32."""
         return self._policy.rounding_noise
 
-    def scores(self, sequences: Sequence[Any], *, temperature: float, head: Path | None = None) -> list[Any]:
-        """Logprobs of int32 sequences' tokens but the first, as the policy is now; head: model directory whose head to use."""
-        payload = {"sequences": list(sequences), "temperature": temperature, "head": None if head is None else str(head)}
+    @property
+    def kept_version(self) -> int | None:
+        """The version before the last step, if its weights were kept and engines had them."""
+        return self._kept.version
+
+    def _keeps(self, version: int) -> bool:
+        validation = self._config.validation
+        was_pushed = version % self._config.weights.push_every == 0
+        return validation.keep_previous and validation.tokens_per_step > 0 and was_pushed
+
+    def scores(
+        self, sequences: Sequence[Any], *, temperature: float, head: Path | None = None, previous: bool = False
+    ) -> list[Any]:
+        """Logprobs of int32 sequences' tokens but the first, as the policy is now, or as kept_version was (`previous`).
+
+        head: model directory whose head to use instead.
+        """
+        payload = {
+            "sequences": list(sequences),
+            "temperature": temperature,
+            "head": None if head is None else str(head),
+            "previous": previous,
+        }
         scores: list[Any] = self._call("score", payload)
         return scores
 
@@ -274,6 +301,8 @@ class Learner:
     def _do_train(self, payload: Mapping[str, Any]) -> StepStats:
         samples: Sequence[TrainingSample] = payload["samples"]
         micro_batches = self._own_micro_batches(samples)
+        if payload["keep"] is not None:
+            self._kept.keep(self._policy, payload["keep"])
         stats = train_step(
             self._policy,
             self.optimizer,
@@ -331,7 +360,8 @@ class Learner:
     def _do_score(self, payload: Mapping[str, Any]) -> Any:
         head = None if payload.get("head") is None else load_head(Path(payload["head"]), self._policy)
         sequences = [s.tolist() for s in payload["sequences"]]
-        return self._policy.score(sequences, temperature=payload["temperature"], head_weight=head)
+        with self._kept.in_place(self._policy) if payload.get("previous") else nullcontext():
+            return self._policy.score(sequences, temperature=payload["temperature"], head_weight=head)
 
     def _do_save(self, payload: Mapping[str, Any]) -> Future[Path]:
         epoch = payload["epoch"]

@@ -1,5 +1,7 @@
 """Before a batch is drawn: recompute the logprobs of a sample of what waits, at the version that sampled it, and compare.
 
+The trainer has the weights of its present version, and of the one before (`KeptWeights`).
+
 Policy and behavior logprob of such a token are one number, unless engine and trainer disagree. What fails is quarantined before
 any step may train it; the step's record says so, so a replay does not depend on this check.
 """
@@ -9,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -21,6 +23,9 @@ from async_rl.trainer.intake import Intake
 from async_rl.trainer.learner import Learner
 from async_rl.trainer.quarantine import Quarantine
 from protocol.messages import Trajectory, TrajectoryGroup
+
+Chosen: TypeAlias = tuple[TrajectoryGroup, int, Trajectory]
+"""(group, member, that trajectory)"""
 
 
 class Vetting:
@@ -46,21 +51,23 @@ class Vetting:
 
     async def vet(self, intake: Intake, version: int) -> None:
         """Compare up to validation.tokens_per_step tokens of groups not seen before; quarantine what fails."""
-        chosen = self._choose(intake.take_unvetted(version), version)
-        if not chosen:
-            return
-        for group, member, report, recomputed in await asyncio.to_thread(self._compare, chosen, version):
-            self._tokens += report.num_tokens
-            self._gap_max = max(self._gap_max, report.gap_max)
-            if not report.holds:
-                self._failed += 1
-                self._quarantine.add(group, member, InvalidReason.LOGPROBS_DIFFER, report.reason, recomputed)
-                intake.quarantine(group.task_id, member, InvalidReason.LOGPROBS_DIFFER)
-
-    def _choose(self, groups: Sequence[TrajectoryGroup], version: int) -> list[tuple[TrajectoryGroup, int]]:
-        """Members with tokens of `version`, one of each group first: a fault of one engine or task is seen sooner."""
+        groups = intake.take_unvetted(version)
         room = self._config.validation.tokens_per_step
-        chosen: list[tuple[TrajectoryGroup, int]] = []
+        for one in self._versions(version):
+            chosen = self._choose(groups, one, room)
+            room -= sum(len(trajectory.token_ids) for _, _, trajectory in chosen)
+            compared = await asyncio.to_thread(self._compare, chosen, one, one != version) if chosen else []
+            for group, member, report, recomputed in compared:
+                self._tokens += report.num_tokens
+                self._gap_max = max(self._gap_max, report.gap_max)
+                if not report.holds:
+                    self._failed += 1
+                    self._quarantine.add(group, member, InvalidReason.LOGPROBS_DIFFER, report.reason, recomputed)
+                    intake.quarantine(group.task_id, member, InvalidReason.LOGPROBS_DIFFER)
+
+    def _choose(self, groups: Sequence[TrajectoryGroup], version: int, room: int) -> list[Chosen]:
+        """Members with tokens of `version`, one of each group first: a fault of one engine or task is seen sooner."""
+        chosen: list[Chosen] = []
         for member in range(max((len(group.trajectories) for group in groups), default=0)):
             for group in groups:
                 if member >= len(group.trajectories):
@@ -69,45 +76,55 @@ class Vetting:
                 if record_fault(trajectory) is not None:  # no step trains it anyway
                     continue
                 if len(trajectory.token_ids) <= room and comparable(trajectory, version).any():
-                    chosen.append((group, member))
+                    chosen.append((group, member, trajectory))
                     room -= len(trajectory.token_ids)
         return chosen
 
     def _compare(
-        self, chosen: Sequence[tuple[TrajectoryGroup, int]], version: int
+        self, chosen: Sequence[Chosen], version: int, previous: bool
     ) -> list[tuple[TrajectoryGroup, int, ParityReport, Floats]]:
-        trajectories = [group.trajectories[member] for group, member in chosen]
         limit = self._limit()
         results = []
-        for (group, member), trajectory, own in zip(chosen, trajectories, self._scores(trajectories), strict=True):
-            report = compare(trajectory, own, comparable(trajectory, version), limit, self._guesses(trajectory, version))
+        scores = self._scores([trajectory for _, _, trajectory in chosen], previous)
+        for (group, member, trajectory), own in zip(chosen, scores, strict=True):
+            guesses = self._guesses(trajectory, version, previous)
+            report = compare(trajectory, own, comparable(trajectory, version), limit, guesses)
             results.append((group, member, report, own))
         return results
+
+    def _versions(self, version: int) -> list[int]:
+        """Versions whose weights are at hand, the present one first."""
+        kept = self._learner.kept_version
+        return [version] if kept is None or kept == version else [version, kept]
 
     def _limit(self) -> ParityLimit:
         noise = self._learner.rounding_noise
         return ParityLimit(self._config.validation.tolerance) if noise is None else ParityLimit(10 * noise, "mean")
 
-    def _scores(self, trajectories: Sequence[Trajectory]) -> list[Floats]:
+    def _scores(self, trajectories: Sequence[Trajectory], previous: bool) -> list[Floats]:
         temperature = trajectories[0].sampling.temperature
-        if all(t.sampling.temperature == temperature for t in trajectories):
-            return [_whole(own) for own in self._learner.scores([t.token_ids for t in trajectories], temperature=temperature)]
-        return [self._score(t, temperature=t.sampling.temperature) for t in trajectories]
+        if any(t.sampling.temperature != temperature for t in trajectories):
+            return [self._score(t, temperature=t.sampling.temperature, previous=previous) for t in trajectories]
+        sequences = [t.token_ids for t in trajectories]
+        return [_whole(own) for own in self._learner.scores(sequences, temperature=temperature, previous=previous)]
 
-    def _score(self, trajectory: Trajectory, *, temperature: float, head: Path | None = None) -> Floats:
-        return _whole(self._learner.scores([trajectory.token_ids], temperature=temperature, head=head)[0])
+    def _score(self, trajectory: Trajectory, *, temperature: float, previous: bool, head: Path | None = None) -> Floats:
+        sequences = [trajectory.token_ids]
+        return _whole(self._learner.scores(sequences, temperature=temperature, head=head, previous=previous)[0])
 
-    def _guesses(self, trajectory: Trajectory, version: int) -> list[Guess]:
+    def _guesses(self, trajectory: Trajectory, version: int, previous: bool) -> list[Guess]:
         """Faults that others fell into, recomputed only where the logprobs differ."""
         temperature = trajectory.sampling.temperature
         guesses = []
         if temperature != 1.0:
             reason = f"behavior logprobs are those at temperature 1, but the tokens were sampled at {temperature:g}"
-            guesses.append(Guess(reason, lambda: self._score(trajectory, temperature=1.0)))
+            guesses.append(Guess(reason, lambda: self._score(trajectory, temperature=1.0, previous=previous)))
         if version > 0:
             start = self._config.model.path
             reason = f"engine {trajectory.engine_id} computes with the output head of version 0: pushes do not reach it"
-            guesses.append(Guess(reason, lambda: self._score(trajectory, temperature=temperature, head=start)))
+            guesses.append(
+                Guess(reason, lambda: self._score(trajectory, temperature=temperature, previous=previous, head=start))
+            )
         return guesses
 
 

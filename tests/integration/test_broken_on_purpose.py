@@ -130,7 +130,7 @@ async def make_loop(tmp_path: Path, model: Path, ranks: Ranks, broken: Break | N
     settings = [
         f"--run_dir={tmp_path / 'run'}",
         f"--model.path={model}",
-        "--staleness.max_lag=0",
+        "--staleness.max_lag=1",
         "--trainer.groups_per_step=2",
         "--trainer.learning_rate=3e-3",
         f"--rollout.temperature={TEMPERATURE}",
@@ -220,6 +220,20 @@ async def test_a_sound_run_is_found_sound_and_its_lag_0_loop_is_on_policy(tmp_pa
     assert looked["advantages"] == 16
     assert looked["logprobs, recomputed at equal versions"] == 4 * 8  # those that version 0 sampled
     print_report(report, Console())
+
+
+async def test_tokens_of_the_version_before_are_recomputed_with_its_weights(tmp_path: Path, model: Path, ranks: Ranks) -> None:
+    loop = await make_loop(tmp_path, model, ranks, None)
+    await loop.step()
+    late = loop.group(100)  # sampled by version 1, arrives when the trainer is at version 2
+    await loop.step()
+    before = {name: tensor.clone() for name, tensor in loop.learner._policy.named_full_tensors()}
+    await loop.deliver([late])
+    await loop.vetting.vet(loop.intake, loop.version)
+    figures = loop.vetting.take_figures()
+    assert (loop.version, loop.learner.kept_version) == (2, 1)
+    assert (figures["validated_tokens"], figures["validation_failed"]) == (2 * 8, 0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in loop.learner._policy.named_full_tensors())
 
 
 async def test_a_quarantined_member_is_not_trained_and_its_siblings_are(tmp_path: Path, model: Path, ranks: Ranks) -> None:
