@@ -216,6 +216,7 @@ async def run_with_fences(world: World, rounds: int, rng: random.Random) -> Coun
             world.marks.reset()
             feeder.limit = _even(world.version() + 4)
             (old,) = world.start()
+            await _started(world)  # one that has no epoch yet would rightly fence the next
             aim = Aim(FENCED_PHASES[number % len(FENCED_PHASES)])
             moment, end = _Moment(world, feeder, aim, rng), time.monotonic() + PATIENCE_S
             while time.monotonic() < end:
@@ -236,6 +237,15 @@ async def run_with_fences(world: World, rounds: int, rng: random.Random) -> Coun
         feeder.ends = True
         await run_to_the_end(world)
     return ends
+
+
+async def _started(world: World) -> None:
+    """Until the trainer that was just started has raised its epoch."""
+    deadline, begun = time.monotonic() + DEADLINE_S, False
+    while not begun or world.marks.is_in(0, Phase.START):
+        assert time.monotonic() < deadline, f"the trainer does not start: {world.errors()}"
+        await asyncio.sleep(POLL_S)
+        begun = begun or world.marks.is_in(0, Phase.START)
 
 
 def _even(batches: int) -> int:
