@@ -99,10 +99,9 @@ def sampled_and_trained(trajectory: Trajectory) -> bool:
     return [position in sampled for position in range(len(trajectory.token_ids))] == [bool(bit) for bit in trajectory.loss_mask]
 
 
-@pytest.mark.parametrize("name", ["trl_environment", "code_tests"])
-def test_every_role_trains_on_it(name: str, model: Path, tmp_path: Path) -> None:
+def test_every_role_trains_on_a_task_with_tools(model: Path, tmp_path: Path) -> None:
     config = example(
-        name, model, f"--run_dir={tmp_path}/run", "--trainer.max_steps=1", "--trainer.groups_per_step=2",
+        "trl_environment", model, f"--run_dir={tmp_path}/run", "--trainer.max_steps=1", "--trainer.groups_per_step=2",
         "--trainer.warmup_steps=0",
         "--rollout.group_size=2", "--rollout.max_new_tokens=6", "--redis.lease_s=3.0",
     )  # fmt: skip
