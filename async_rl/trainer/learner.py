@@ -265,8 +265,6 @@ class Learner:
             with self._watched(WAITING_FOR_COMMAND):
                 name, payload = self._receive()
             if name == "stop":
-                if self._ranks.watchdog is not None:
-                    self._ranks.watchdog.stop()  # rank 0 takes the store with it
                 self._writer.wait()
                 return
             with self.work.doing(name), self._watched(name):

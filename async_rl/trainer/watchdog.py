@@ -141,6 +141,8 @@ class Watchdog:
             try:
                 report = self.look()
             except RuntimeError as error:  # torch's store errors have no class of their own
+                if self._now.thread is None:
+                    return  # this rank has nothing more to do, and rank 0 took the store with it
                 reason = next(iter(str(error).splitlines()), "")
                 log.warning(Event.RANKS_STUCK, rank=self._rank, report=f"rank 0 and its store are gone: {reason}")
                 return
