@@ -308,26 +308,11 @@ def weights(
 def audit(run_dir: RunDir, debug: Debug = False) -> int:
     """Account for every task of a run: issued, and how each ended. Exit code 1 if one was lost or trained twice."""
     from async_rl.checks.audit import audit as audit_run
+    from async_rl.checks.audit import print_audit
 
     del debug
     found = audit_run(run_dir)
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
-    table.add_column(justify="right")
-    table.add_row("issued", "not known before the run's end" if found.issued is None else f"{found.issued:,}")
-    for reason, count in found.ends.items():
-        table.add_row(reason, f"{count:,}")
-    table.add_row("in the log, in no step yet", f"{found.waiting:,}")
-    table.add_row("lost", "not known before the run's end" if found.lost is None else f"{found.lost:,}")
-    table.add_row("trained twice", f"{len(found.twice):,}")
-    console = Console()
-    console.print(table)
-    for warning in found.warnings:
-        console.print(f"note: {warning}", style="yellow", markup=False)
-    verdict = "every task ended exactly once" if found.issued is not None else "no task was trained twice so far"
-    console.print(
-        verdict if found.is_exact else "NOT exact: see the counts above", style="green" if found.is_exact else "bold red"
-    )
+    print_audit(found, Console())
     return 0 if found.is_exact else 1
 
 

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
+from rich.table import Table
+
 from async_rl.run_dir.intake_log import LogIndex, read_log, task_ends, trained_twice
 from async_rl.run_dir.layout import open_run
 from protocol.messages import EndReason
@@ -62,3 +65,23 @@ def audit_index(run_id: str, index: LogIndex) -> Audit:
 def _per_reason(ends: Mapping[str, str]) -> Mapping[EndReason, int]:
     counts = Counter(ends.values())
     return {reason: counts.get(reason.value, 0) for reason in EndReason}
+
+
+def print_audit(found: Audit, console: Console) -> None:
+    """A line per kind of end, and the verdict."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    table.add_row("issued", "not known before the run's end" if found.issued is None else f"{found.issued:,}")
+    for reason, count in found.ends.items():
+        table.add_row(reason, f"{count:,}")
+    table.add_row("in the log, in no step yet", f"{found.waiting:,}")
+    table.add_row("lost", "not known before the run's end" if found.lost is None else f"{found.lost:,}")
+    table.add_row("trained twice", f"{len(found.twice):,}")
+    console.print(table)
+    for warning in found.warnings:
+        console.print(f"note: {warning}", style="yellow", markup=False)
+    verdict = "every task ended exactly once" if found.issued is not None else "no task was trained twice so far"
+    console.print(
+        verdict if found.is_exact else "NOT exact: see the counts above", style="green" if found.is_exact else "bold red"
+    )
