@@ -296,12 +296,12 @@ def weights(
     debug: Debug = False,
 ) -> None:
     """Show the weight pushes of a run: bytes, seconds of each phase, GB/s, share of memcpy, who serves, who failed and why."""
-    from async_rl.monitor.weights import print_pushes, pushes_of
+    from async_rl.monitor.weights import WIDE, print_pushes, pushes_of
     from async_rl.run_dir.layout import open_run
 
     del debug
     layout, _ = open_run(run_dir)
-    print_pushes(pushes_of(layout), Console(), limit=limit)
+    print_pushes(pushes_of(layout), Console(width=WIDE), limit=limit)
 
 
 @app.command()

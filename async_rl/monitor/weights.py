@@ -16,6 +16,9 @@ from async_rl.monitor.text import seconds, share
 from async_rl.run_dir.files import read_json_lines
 from async_rl.run_dir.layout import RunLayout
 
+WIDE = 150
+"""Columns of text that the table needs: a line that a terminal wraps says more than one that is cut."""
+
 
 @dataclass(frozen=True, slots=True)
 class PushLine:

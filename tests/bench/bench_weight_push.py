@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import secrets
+import signal
 import statistics
 import subprocess
 import sys
@@ -304,6 +305,7 @@ def main() -> None:
     if arguments.child is not None:
         child(arguments.child, arguments.directory)
         return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no segment is left
     repeats, sizes = (1, SMALL) if arguments.smoke else (arguments.repeats, MODEL)
     metrics = measure(repeats, sizes, arguments.shm_dir)
     arguments.out.mkdir(parents=True, exist_ok=True)
