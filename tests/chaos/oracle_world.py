@@ -52,6 +52,7 @@ SETTINGS: Mapping[str, Any] = {
     "checkpoint.every_steps": 2,
     "checkpoint.keep": 2,
     "weights.deadline_s": 0.2,
+    "validation.tokens_per_step": 0,  # no model sampled the recorded stream
     "redis.lease_s": 3.0,
 }
 """A run whose every second matters: many checkpoints, several steps to a batch, several passes to a step."""

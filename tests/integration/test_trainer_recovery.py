@@ -68,6 +68,7 @@ class Run:
             "trainer.max_tokens_per_micro_batch": 64,
             "checkpoint.every_steps": 2,
             "weights.deadline_s": 0.05,
+            "validation.tokens_per_step": 0,  # no model sampled the recorded stream
             **{name.replace("__", "."): value for name, value in settings.items()},
         }
         self.config: RunConfig = load_config(None, [f"--{key}={value}" for key, value in chosen.items()], {}).config
