@@ -78,7 +78,7 @@ class TrainerConfig(StrictModel):
 class ValidationConfig(StrictModel):
     """What the trainer looks at before it trains."""
 
-    tokens_per_step: int = Field(1024, ge=0)
+    tokens_per_step: int = Field(256, ge=0)
     """Tokens whose logprobs are recomputed before a batch is drawn, of trajectories that the present version or the one before
     it sampled; 0: none. Masks, stop tokens, versions and lengths are checked on all."""
     keep_previous: bool = True

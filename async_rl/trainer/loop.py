@@ -397,6 +397,7 @@ class TrainerLoop:
             "groups_dropped": intake.discarded,
             "groups_waiting": intake.num_pending,
             "wait_s": waited_s,
+            "validate_s": self._wait.vetted_s,
             "straggler_wait_s": self._wait.stragglers.take_waited_s(),
             "train_s": train_s,
             "trainer_idle_share": self._clock.idle_share,

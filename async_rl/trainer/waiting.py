@@ -44,6 +44,8 @@ class BatchWait:
         self._now = now
         self._log = get_logger()
         self._said_invalid = False
+        self.vetted_s = 0.0
+        """Seconds that `vet` took for the last batch; not part of the wait."""
         self.stragglers = StragglerWait(streams, config.staleness, now=now)
         self.arrived = asyncio.Event()
         self.stopping = asyncio.Event()
@@ -59,6 +61,7 @@ class BatchWait:
         Raises: DeadlineExceeded; DataError if dynamic sampling finds no group with a signal any more.
         """
         started, said = self._now(), False
+        self.vetted_s = 0.0
         discarded = intake.discarded
         while not self.stopping.is_set():
             self.arrived.clear()
@@ -72,11 +75,11 @@ class BatchWait:
                 if not batch:
                     break
             self._require_signal(intake)
-            waited = self._now() - started
+            waited = self._now() - started - self.vetted_s
             if batch:
                 return batch, waited
             said = await self._keep_waiting(waited, said, intake)
-        return [], self._now() - started
+        return [], self._now() - started - self.vetted_s
 
     def _require_signal(self, intake: Intake) -> None:
         limit = self._config.algorithm.max_groups_without_signal
@@ -92,7 +95,9 @@ class BatchWait:
             await intake.end_untrainable(version)
             return []
         if self._vet is not None and intake.has_batch(version, steps=steps):
+            started = self._now()
             await self._vet(intake, version)
+            self.vetted_s += self._now() - started
         return await intake.compose_batch(version, steps=steps, partial=False)
 
     async def _keep_waiting(self, waited: float, said: bool, intake: Intake) -> bool:

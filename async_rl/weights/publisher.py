@@ -25,6 +25,8 @@ from async_rl.weights.send_buffer import SendBuffer
 
 RETRY_S = 0.2
 WAIT_S = 5.0
+DIGESTED_AT_ONCE_BYTES = 8 * 2**20
+"""Digests of so much take a millisecond or two."""
 
 T = TypeVar("T")
 
@@ -180,7 +182,7 @@ class Publisher:
                 continue
             (request, submitted_at), self._waiting = self._waiting, None
             started = self._clock()
-            manifest = await asyncio.to_thread(self._prepare, request)
+            manifest = await self._prepare(request)
             kept = _Kept(request, manifest, submitted_at, self._clock() - started)
             self._kept[request.version] = kept
             kept.at["announced"] = self._clock()
@@ -194,15 +196,19 @@ class Publisher:
                 Event.VERSION_ANNOUNCED, version=request.version, epoch=self._epoch, bytes=request.snapshot.num_bytes
             )
 
-    def _prepare(self, request: PushRequest) -> Manifest:
-        manifest = request.snapshot.manifest(
+    async def _prepare(self, request: PushRequest) -> Manifest:
+        describe = partial(
+            request.snapshot.manifest,
             epoch=self._epoch,
             version=request.version,
             probe=request.probe,
             tolerance=request.tolerance or Tolerance(self._weights.probe_tolerance),
             canary=request.canary,
         )
-        return self._sender.prepare(manifest, request.snapshot)
+        # A thread would wait for the interpreter's lock at every tensor, beside a step that takes it all the time.
+        small = request.snapshot.num_bytes <= DIGESTED_AT_ONCE_BYTES
+        manifest = describe() if small else await asyncio.to_thread(describe)
+        return await asyncio.to_thread(self._sender.prepare, manifest, request.snapshot)
 
     # -- pushing -----------------------------------------------------------------------------------------------------
     async def _follow_plans(self) -> None:
