@@ -205,7 +205,7 @@ class Publisher:
             tolerance=request.tolerance or Tolerance(self._weights.probe_tolerance),
             canary=request.canary,
         )
-        # A thread would wait for the interpreter's lock at every tensor, beside a step that takes it all the time.
+        # Another thread has to wait for the interpreter's lock first, beside a step that takes it all the time.
         small = request.snapshot.num_bytes <= DIGESTED_AT_ONCE_BYTES
         manifest = describe() if small else await asyncio.to_thread(describe)
         return await asyncio.to_thread(self._sender.prepare, manifest, request.snapshot)

@@ -6,16 +6,18 @@ the wire dtype by the copy; other dtypes stay as they are; tied tensors are ther
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import xxhash
 from torch import nn
 
 from async_rl.errors import ManifestMismatch
-from async_rl.weights.manifest import WIRE_DTYPES, Canary, Manifest, Probe, TensorEntry, Tolerance, tensor_digest
+from async_rl.weights.manifest import WIRE_DTYPES, Canary, Manifest, Probe, TensorEntry, Tolerance
 
 ALIGNMENT = 16
 _NAME_OF = {dtype: name for name, dtype in WIRE_DTYPES.items()}
@@ -32,11 +34,14 @@ class Slot:
     offset: int
     is_buffer: bool
 
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * WIRE_DTYPES[self.dtype].itemsize
+
     def view(self, buckets: Sequence[torch.Tensor]) -> torch.Tensor:
         """The tensor itself, within its bucket."""
-        dtype = WIRE_DTYPES[self.dtype]
-        size = torch.Size(self.shape).numel() * dtype.itemsize
-        return buckets[self.bucket][self.offset : self.offset + size].view(dtype).view(self.shape)
+        flat = buckets[self.bucket][self.offset : self.offset + self.num_bytes]
+        return flat.view(WIRE_DTYPES[self.dtype]).view(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +131,13 @@ class SendBuffer:
         return buffer
 
     def entries(self) -> tuple[TensorEntry, ...]:
-        """The manifest's entries, each with the digest of its bytes."""
+        """The manifest's entries, each with the digest of its bytes (as manifest.tensor_digest has it)."""
+        # Bytes, not tensors: every call into torch lets the interpreter's lock go, and a step beside it takes it.
+        buckets = [bucket.numpy().data for bucket in self.buckets]
+        digests = [xxhash.xxh3_64_hexdigest(buckets[s.bucket][s.offset : s.offset + s.num_bytes]) for s in self.slots]
         return tuple(
-            TensorEntry(s.name, s.shape, s.dtype, s.bucket, s.offset, tensor_digest(s.view(self.buckets)), s.is_buffer)
-            for s in self.slots
+            TensorEntry(s.name, s.shape, s.dtype, s.bucket, s.offset, digest, s.is_buffer)
+            for s, digest in zip(self.slots, digests, strict=True)
         )
 
     def manifest(
