@@ -19,28 +19,34 @@ from async_rl.run_dir.layout import RunLayout
 DEADLINE_S = 100
 
 
+def write_small_run(directory: Path, settings: Mapping[str, object]) -> tuple[Path, RunLayout]:
+    """A tiny model and the config of a run that trains it on short sort_digits for ever: the file, and where it will run."""
+    tokenizer = demo_tokenizer()
+    save_model(directory / "model", demo_model(tokenizer, seed=0), tokenizer)
+    chosen = {
+        "run_dir": directory / "run",
+        "model.path": directory / "model",
+        "environment.args.length": 3,
+        "rollout.group_size": 4,
+        "rollout.max_new_tokens": 5,
+        "trainer.groups_per_step": 4,
+        "trainer.max_steps": 100_000,
+        "redis.lease_s": 3.0,
+        **settings,
+    }
+    config = load_config(None, [f"--{key}={value}" for key, value in chosen.items()], {}).config
+    config_toml = directory / "config.toml"
+    config_toml.write_text(dump_toml(config))
+    return config_toml, RunLayout(config.run_dir)
+
+
 class RunProcess:
     """`async-rl run` as a process on a task of seconds, training without an end, and what its files say. settings: on top."""
 
     def __init__(self, directory: Path, settings: Mapping[str, object]) -> None:
-        tokenizer = demo_tokenizer()
-        save_model(directory / "model", demo_model(tokenizer, seed=0), tokenizer)
-        chosen = {
-            "run_dir": directory / "run",
-            "model.path": directory / "model",
-            "environment.args.length": 3,
-            "rollout.group_size": 4,
-            "rollout.max_new_tokens": 5,
-            "trainer.groups_per_step": 4,
-            "trainer.max_steps": 100_000,
-            "redis.lease_s": 3.0,
-            **settings,
-        }
-        config = load_config(None, [f"--{key}={value}" for key, value in chosen.items()], {}).config
-        (directory / "config.toml").write_text(dump_toml(config))
-        self.layout = RunLayout(config.run_dir)
+        config_toml, self.layout = write_small_run(directory, settings)
         self.started: list[subprocess.Popen[bytes]] = []
-        self.supervisor = self.start("workers.cli", "run", directory / "config.toml")
+        self.supervisor = self.start("workers.cli", "run", config_toml)
 
     def start(self, module: str, *arguments: object) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", module, *map(str, arguments)]

@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 
 from async_rl.checks.audit import audit
-from async_rl.config import dump_toml, load_config
 from async_rl.errors import FENCED
-from async_rl.launch.demo_model import demo_model, demo_tokenizer, save_model
 from async_rl.launch.embedded_redis import EmbeddedRedis
 from async_rl.run_dir.files import read_json_lines
-from async_rl.run_dir.layout import RunLayout
+from async_rl.testing.run_process import write_small_run
 
 DEADLINE_S = 120
 STEPS = 60
@@ -29,24 +27,8 @@ class Run:
     """The roles of a run, each started by hand; nobody restarts them."""
 
     def __init__(self, directory: Path, url: str) -> None:
-        tokenizer = demo_tokenizer()
-        save_model(directory / "model", demo_model(tokenizer, seed=0), tokenizer)
-        settings = {
-            "run_dir": directory / "run",
-            "model.path": directory / "model",
-            "environment.args.length": 3,
-            "rollout.group_size": 4,
-            "rollout.max_new_tokens": 5,
-            "trainer.groups_per_step": 4,
-            "trainer.max_steps": STEPS,
-            "checkpoint.every_steps": 2,
-            "redis.url": url,
-            "redis.lease_s": 3.0,
-        }
-        config = load_config(None, [f"--{key}={value}" for key, value in settings.items()], {}).config
-        self._config = directory / "config.toml"
-        self._config.write_text(dump_toml(config))
-        self.layout = RunLayout(config.run_dir)
+        settings = {"trainer.max_steps": STEPS, "checkpoint.every_steps": 2, "redis.url": url}
+        self._config, self.layout = write_small_run(directory, settings)
         self.started: list[subprocess.Popen[bytes]] = []
 
     def start(self, role: str, worker_id: str) -> subprocess.Popen[bytes]:

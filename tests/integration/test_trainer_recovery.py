@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import logging
 import os
-import resource
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -26,6 +25,7 @@ from async_rl.errors import CheckpointError
 from async_rl.registry.memory_registry import MemoryRegistry
 from async_rl.run_dir.files import read_json_lines
 from async_rl.run_dir.intake_log import IntakeLog, read_log
+from async_rl.testing.full_disk import files_no_larger_than
 from async_rl.testing.recorded_stream import GROUP_SIZE, GROUPS_PER_STEP, Feeder, RecordedStream
 from async_rl.testing.roles import until
 from async_rl.testing.tiny_models import TinyModel, save_tiny_model
@@ -340,17 +340,6 @@ async def test_engines_that_wait_for_the_resumed_version_get_it_before_there_is_
         await run.trainer(stop_at_7)
         assert (await run.trainer(sample_once_pushed)).policy_version == 8
     assert_every_step_once(run, 8)
-
-
-@contextmanager
-def files_no_larger_than(num_bytes: int) -> Iterator[None]:
-    """A real write that really fails: the kernel refuses to let a file of this process grow further."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @contextmanager

@@ -219,19 +219,24 @@ def test_the_summary_fits_the_terminal_and_tells_all_of_it(layout: RunLayout, wi
     assert max(len(shown.rstrip()) for shown in screen.text.splitlines()) <= width
 
 
-def test_a_run_without_a_step_has_a_summary_too(layout: RunLayout) -> None:
-    page = SummaryPage(
+def plain_page(figures: RunFigures, history: MetricsHistory) -> SummaryPage:
+    nothing = Accuracy(0.0, 0.0)
+    return SummaryPage(
         title="t",
-        figures=FIGURES,
+        figures=figures,
         max_lag=4,
-        history=MetricsHistory(layout.metrics_jsonl),
+        history=history,
         num_prompts=1,
-        start=Accuracy(0.0, 0.0),
-        end=Accuracy(0.0, 0.0),
+        start=nothing,
+        end=nothing,
         samples=[],
         places=[],
         next_commands=[],
     )
+
+
+def test_a_run_without_a_step_has_a_summary_too(layout: RunLayout) -> None:
+    page = plain_page(FIGURES, MetricsHistory(layout.metrics_jsonl))
     screen = Screen(terminal=False)
     print_summary(page, screen.console)
     assert "no optimizer step was logged" in screen.text
@@ -247,18 +252,7 @@ def test_the_summary_explains_a_lag_above_what_may_train(
     layout.metrics_jsonl.write_text(line(1) + line(2))
     history = MetricsHistory(layout.metrics_jsonl)
     history.refresh()
-    page = SummaryPage(
-        title="t",
-        figures=replace(FIGURES, lag_max=highest, masked_share=masked),
-        max_lag=4,
-        history=history,
-        num_prompts=1,
-        start=Accuracy(0.0, 0.0),
-        end=Accuracy(0.0, 0.0),
-        samples=[],
-        places=[],
-        next_commands=[],
-    )
+    page = plain_page(replace(FIGURES, lag_max=highest, masked_share=masked), history)
     screen = Screen(terminal=False)
     print_summary(page, screen.console)
     assert f"mean 1.25, {told}" in screen.text

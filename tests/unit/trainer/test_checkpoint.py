@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from async_rl.errors import CheckpointError, RunDirError
 from async_rl.model.load import load_causal_lm
 from async_rl.model.tokenizer import load_tokenizer
 from async_rl.testing.batches import random_samples
+from async_rl.testing.full_disk import files_no_larger_than
 from async_rl.testing.tiny_models import TinyModel, save_tiny_model
 from async_rl.trainer.checkpoint import (
     COMPLETE,
@@ -190,17 +189,6 @@ def test_what_is_not_complete_is_passed_over_with_the_reason(damage: Callable[[P
 def test_an_empty_or_missing_directory_has_no_checkpoint(tmp_path: Path) -> None:
     assert find_latest(tmp_path).latest is None
     assert find_latest(tmp_path / "missing").latest is None
-
-
-@contextmanager
-def files_no_larger_than(num_bytes: int) -> Iterator[None]:
-    """A real write that really fails: the kernel refuses to let a file grow further (EFBIG)."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_disk_that_fills_leaves_the_previous_checkpoint_and_nothing_else(model: Path, two: Path) -> None:
