@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any, TypeVar
 
+CANCEL_AGAIN_S = 0.5
 T = TypeVar("T")
 
 
@@ -25,3 +26,11 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     except ImportError:
         return None
     return new_event_loop
+
+
+async def end(tasks: Collection[asyncio.Task[None]]) -> None:
+    """Cancel tasks until they are done: a cancellation that meets a time-out or a lost connection can be swallowed by it."""
+    while unfinished := [task for task in tasks if not task.done()]:
+        for task in unfinished:
+            task.cancel()
+        await asyncio.wait(unfinished, timeout=CANCEL_AGAIN_S)

@@ -18,6 +18,7 @@ from async_rl.environments.episodes import Decode, episode_of
 from async_rl.errors import CodecError, MessageTooLarge, QueueFull
 from async_rl.logs import Event, get_logger
 from async_rl.run_dir.files import JsonLinesWriter
+from protocol import event_loop
 from protocol.codec import encode
 from protocol.deliveries import group_of
 from protocol.lease import LeaseKeeper
@@ -101,8 +102,7 @@ class RewardLoop:
             async with asyncio.TaskGroup() as groups:
                 await self._take_groups(groups)
                 await self._drain()
-            for helper in helpers:
-                helper.cancel()
+            await event_loop.end(helpers)
         await self._streams.leave(self._settings.worker_id)
 
     async def _drain(self) -> None:

@@ -18,6 +18,7 @@ from async_rl.registry.versions import VersionRegistry
 from async_rl.rollout.engine import RolloutEngine
 from async_rl.rollout.group import GroupRollout
 from async_rl.run_dir.files import JsonLinesWriter
+from protocol import event_loop
 from protocol.codec import encode
 from protocol.deliveries import task_of
 from protocol.lease import LeaseKeeper
@@ -115,8 +116,7 @@ class RolloutLoop:
             async with asyncio.TaskGroup() as groups:
                 await self._take_tasks(groups)
                 await self._drain()
-            for helper in helpers:
-                helper.cancel()
+            await event_loop.end(helpers)
         await self._registry.leave(self._engine.engine_id)
         await self._streams.leave(worker_id)
 
