@@ -72,7 +72,8 @@ class LaunchConfig(StrictModel):
     min_healthy_workers: int = Field(1, ge=0)
     """Rollout workers that must hold a lease, wherever they were started; at most rollout.workers of them are asked for."""
     min_healthy_grace_s: float = Field(300.0, gt=0)
-    """Fewer for longer than this end the run."""
+    """Fewer for longer than this end the run; for longer than this and launch.start_timeout_s while one of them starts, which
+    takes a while with vLLM."""
     hang_leases: float = Field(8.0, ge=0)
     """A role that lives and renewed no lease for this many times redis.lease_s hangs: it is killed and started again.
     0: never."""

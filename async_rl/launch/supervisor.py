@@ -312,10 +312,12 @@ class Supervisor:
                 raise self._last_given_up[kind]
             now = self._now()
             below_s = now - self._below_since.setdefault(kind, now)
-            if below_s > self._patience.below_floor_s:
+            grace_s, start_s = self._patience.below_floor_s, self._patience.start_s if self._is_starting(kind) else 0.0
+            if below_s > grace_s + start_s:
+                starting = f", and launch.start_timeout_s={start_s:g} for one that starts" if start_s else ""
                 raise DeadlineExceeded(
                     f"{healthy} {kind} workers hold a lease, {floor} must (launch.min_healthy_workers), for {below_s:.0f} s "
-                    f"(launch.min_healthy_grace_s={self._patience.below_floor_s:g}); see logs/{kind}-*.out"
+                    f"(launch.min_healthy_grace_s={grace_s:g}{starting}); see logs/{kind}-*.out"
                 )
 
     def _healthy(self, kind: str) -> int | None:
@@ -324,6 +326,11 @@ class Supervisor:
             return sum(unit.kind == kind and unit.state is UnitState.RUNNING for unit in self._units)
         view = self._leases.view
         return None if view.answering_since is None else len(view.of_role(kind))
+
+    def _is_starting(self, kind: str) -> bool:
+        """Whether a worker of a kind runs that has not got its first lease: it may load a model for longer than the grace."""
+        own = [unit for unit in self._units if unit.kind == kind and unit.state is UnitState.RUNNING]
+        return any(worker_id not in self._leases.view.seen for unit in own for worker_id in unit.worker_ids)
 
     def _still_tried(self, kind: str) -> int:
         return sum(unit.kind == kind and unit.state in (UnitState.RUNNING, UnitState.WAITING) for unit in self._units)

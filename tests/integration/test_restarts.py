@@ -147,6 +147,25 @@ def test_too_few_leases_for_too_long_end_the_run(tmp_path: Path) -> None:
     assert nothing_left()
 
 
+@pytest.mark.parametrize(("start_s", "seen", "outlasts"), [(60.0, False, True), (0.1, False, False), (60.0, True, False)])
+def test_a_worker_that_starts_has_the_time_to_start_beside_the_grace(
+    tmp_path: Path, start_s: float, seen: bool, outlasts: bool
+) -> None:
+    leases = KnownLeases(lambda started: LeaseView(started, {"w": started} if seen else {}, {}))
+    patience = Patience(poll_s=0.02, stop_s=0.5, ending_s=0.1, hang_s=0.0, start_s=start_s, below_floor_s=0.1)
+    run = Run(tmp_path, floors={"rollout": 1}, leases=leases, patience=patience)
+    roles = [
+        role("trainer", "import time; time.sleep(1.0)", leads=True),
+        role("rollout-0", FOREVER, kind="rollout", worker_id="w"),
+    ]
+    if outlasts:
+        assert run.see(*roles) is None
+    else:
+        with pytest.raises(DeadlineExceeded, match="0 rollout workers hold a lease, 1 must"):
+            run.see(*roles)
+    assert nothing_left()
+
+
 def test_workers_that_were_started_elsewhere_count(tmp_path: Path) -> None:
     leases = KnownLeases(lambda started: LeaseView(started, {}, {"rollout-9": "rollout"}))
     patience = Patience(poll_s=0.02, stop_s=0.5, ending_s=0.1, below_floor_s=0.05)

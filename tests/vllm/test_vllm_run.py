@@ -90,7 +90,7 @@ def check_pushes(config: RunConfig) -> Mapping[str, Any]:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("backend", ["gloo", "disk"])
+@pytest.mark.parametrize("backend", ["gloo", "shm", "disk"])
 def test_a_run_trains_with_vllm(make_config: Callable[..., RunConfig], backend: str) -> None:
     config = make_config(weights__backend=backend)
     result = run(config, console=False)
