@@ -29,7 +29,7 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def end(tasks: Collection[asyncio.Task[None]]) -> None:
-    """Cancel tasks until they are done: a cancellation that meets a time-out or a lost connection can be swallowed by it."""
+    """Cancel tasks until they are done: code of others may swallow a cancellation (asyncio.wait_for before Python 3.12)."""
     while unfinished := [task for task in tasks if not task.done()]:
         for task in unfinished:
             task.cancel()

@@ -216,7 +216,8 @@ class TorchEngine:
 
     async def _bounded(self, future: asyncio.Future[object], what: str) -> object:
         try:
-            return await asyncio.wait_for(future, self._command_timeout_s)
+            async with asyncio.timeout(self._command_timeout_s):
+                return await future
         except TimeoutError:
             raise DeadlineExceeded(f"waited {self._command_timeout_s:g} s for engine {self._engine_id}: {what}") from None
 

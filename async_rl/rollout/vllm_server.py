@@ -78,7 +78,8 @@ class ServerProcess:
                 with suppress(ProcessLookupError):
                     process.terminate()
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(process.wait(), STOP_S)
+                    async with asyncio.timeout(STOP_S):
+                        await process.wait()
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()

@@ -21,7 +21,8 @@ from async_rl.run_dir.end_table import EndTable
 from async_rl.run_dir.layout import write_atomic
 from async_rl.run_dir.log_index import LogIndex, Tally
 
-MAGIC = b"ARLCMP02"
+FAMILY = b"ARLCMP"
+MAGIC = FAMILY + b"02"
 COMPACTED_NAME = re.compile(r"^(\d{6}-\d{6})\.compact$")
 
 
@@ -89,11 +90,17 @@ def write_compacted(directory: Path, compacted: Compacted) -> Path:
 
 
 def read_compacted(path: Path) -> Compacted:
-    """Raises: IntakeLogError that names the file if it is damaged."""
+    """Raises: IntakeLogError that names the file if it is damaged, or of another format than this version's."""
     data = path.read_bytes()
     start = len(MAGIC) + 4
+    found = data[: len(MAGIC)]
+    if found != MAGIC and len(found) == len(MAGIC) and found.startswith(FAMILY):
+        raise IntakeLogError(
+            f"{path} has another format ({found.decode(errors='replace')}; this version reads {MAGIC.decode()}): "
+            f"continue the run with the version that wrote it, or start another run from an exported checkpoint"
+        )
     body = data[start:]
-    if data[: len(MAGIC)] != MAGIC or zlib.crc32(body).to_bytes(4, "little") != data[len(MAGIC) : start]:
+    if found != MAGIC or zlib.crc32(body).to_bytes(4, "little") != data[len(MAGIC) : start]:
         raise IntakeLogError(
             f"{path} is damaged: it holds the ends of old tasks; restore the file, "
             f"or start another run from an exported checkpoint"

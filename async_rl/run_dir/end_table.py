@@ -88,7 +88,7 @@ class EndTable(Mapping[str, Settled]):
         if name not in self:
             self._count += 1
         self._recent[name] = settled
-        if len(self._recent) >= max(MERGE_AT, self._count // 16):
+        if len(self._recent) >= max(MERGE_AT, self._count // 64):
             self._pack()
 
     def setdefault(self, name: str, settled: Settled) -> Settled:

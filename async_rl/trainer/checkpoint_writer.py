@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from async_rl.errors import CheckpointError, EpochFenced
+from async_rl.errors import CheckpointError, DeadlineExceeded, EpochFenced
 from async_rl.trainer.checkpoint import CheckpointState, checkpoint_tensors, write_checkpoint
+from async_rl.trainer.memory import give_back
 from async_rl.trainer.policy import PolicyModel
 from protocol.messages import Json
 
@@ -47,6 +48,7 @@ class CheckpointWriter:
         self._directory = directory
         self._policy = policy
         self._optimizer = optimizer
+        self._timeout_s = timeout_s
         self._group: dist.ProcessGroup | None = None
         self._mesh: DeviceMesh | None = None
         if dist.is_initialized():
@@ -73,9 +75,11 @@ class CheckpointWriter:
         return done
 
     def wait(self) -> None:
-        """Wait until nothing is on its way."""
+        """Wait until nothing is on its way. Raises: DeadlineExceeded if it takes too long."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(self._timeout_s)
+            if self._thread.is_alive():
+                raise DeadlineExceeded(f"{self._directory}: waited {self._timeout_s:g} s for a checkpoint to be written")
 
     def _write(self, state: CheckpointState, request: WriteRequest, done: Future[Path]) -> None:
         done.set_running_or_notify_cancel()  # from here on a loop that ends cannot take the future away
@@ -94,6 +98,8 @@ class CheckpointWriter:
             done.set_exception(_unforeseen(request, error))
         else:
             done.set_result(path)
+        finally:
+            give_back()
 
     def _copy(self) -> CheckpointState:
         live = checkpoint_tensors(self._policy, self._optimizer)

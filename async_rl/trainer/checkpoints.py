@@ -86,7 +86,7 @@ class Checkpoints:
         counters = await self._streams.counters()
         progress.cursor, progress.issued = max(progress.cursor, counters.cursor), max(progress.issued, counters.issued)
         self._tried, self._tried_at = progress.version, started
-        done = await asyncio.to_thread(self._learner.save, progress, self._intake.position, epoch=self._epoch)
+        done = await self._learner.thread.run(self._learner.save, progress, self._intake.position, epoch=self._epoch)
         blocked_s = self._now() - started
         self.blocked_s += blocked_s
         written = asyncio.wrap_future(done)

@@ -29,6 +29,7 @@ from async_rl.run_dir.layout import RunLayout
 from async_rl.trainer.checkpoint import Checkpoint, find_latest, load_checkpoint, open_checkpoint
 from async_rl.trainer.checkpoint_writer import CheckpointWriter, WriteRequest
 from async_rl.trainer.commands import receive_command, send_command
+from async_rl.trainer.compute import ComputeThread
 from async_rl.trainer.credit import Credit, Penalties
 from async_rl.trainer.distributed import Ranks
 from async_rl.trainer.intake import ComposedStep
@@ -119,6 +120,8 @@ class Learner:
         self._credit = Credit.from_config(config.algorithm)
         self.work = Work(on_change=ranks.note, explain=ranks.behind)
         """The command that this rank runs now; progress is marked at every micro-batch."""
+        self.thread = ComputeThread()
+        """Where rank 0 calls the methods that compute, while its event loop goes on."""
         self._snapshots = Snapshots(config, policy, ranks)
         self._writer = CheckpointWriter(
             self._layout.checkpoints_dir, policy, self.optimizer, timeout_s=config.trainer.idle_timeout_s
@@ -254,6 +257,7 @@ class Learner:
 
     def stop(self) -> None:
         """Let the other ranks go; they finish the checkpoint that is on its way."""
+        self.thread.close()
         self._snapshots.close()
         if self._ranks.world_size > 1:
             self._broadcast("stop", {})

@@ -79,6 +79,7 @@ class TrainerLoop:
         self._streams = streams
         self._registry = registry
         self._learner = learner
+        self._compute = learner.thread.run
         self._worker_id = worker_id
         self._now = now
         self._log = get_logger()
@@ -87,7 +88,7 @@ class TrainerLoop:
         self._quarantine = Quarantine(config)
         self._warning = EarlyWarning()
         self._vetting = Vetting(config, learner, self._quarantine)
-        self._wait = BatchWait(config, streams, registry, idle=learner.idle, vet=self._vetting.vet, now=now)
+        self._wait = BatchWait(config, streams, registry, idle=self._idle, vet=self._vetting.vet, now=now)
         self._epoch = 0
         self._trained_through = 0
         self._recent: list[list[int]] = []
@@ -105,7 +106,7 @@ class TrainerLoop:
         for trainer.idle_timeout_s.
         """
         await self._streams.open()
-        progress = await asyncio.to_thread(self._learner.restore)
+        progress = await self._compute(self._learner.restore)
         self._epoch = await self._streams.raise_epoch(newest_epoch(self._layout.intake_dir) + 1)
         rotate_bytes = self._config.checkpoint.log_segment_bytes
         log = await asyncio.to_thread(IntakeLog.open, self._layout.intake_dir, epoch=self._epoch, rotate_bytes=rotate_bytes)
@@ -148,6 +149,9 @@ class TrainerLoop:
             metrics.close()
             publisher.close()
         return result
+
+    async def _idle(self) -> None:
+        await self._compute(self._learner.idle)
 
     # -- intake ------------------------------------------------------------------------------------------------------
     async def _take_in(self, intake: Intake, progress: Progress) -> None:
@@ -218,7 +222,7 @@ class TrainerLoop:
             step = await asyncio.to_thread(intake.recorded, record)
             if record.trains and record.batch == record.step:
                 batch = _Batch(step, await asyncio.to_thread(intake.planned, record))
-                await asyncio.to_thread(self._learner.begin_batch, batch.steps)
+                await self._compute(self._learner.begin_batch, batch.steps)
             if batch is not None and record.batch == batch.number:
                 batch.done += 1
             await self._apply(step, intake, progress, metrics, waited_s=0.0, replayed=True)
@@ -254,7 +258,7 @@ class TrainerLoop:
         """Train the steps of a batch that are not done yet."""
         steps = batch.steps
         if batch.done == 0:
-            await asyncio.to_thread(self._learner.begin_batch, steps)
+            await self._compute(self._learner.begin_batch, steps)
         for number in range(batch.done, len(steps)):
             last = number == len(steps) - 1
             step = steps[number]
@@ -272,7 +276,7 @@ class TrainerLoop:
         if not step.record.trains:
             return False
         started = self._now()
-        result = await asyncio.to_thread(self._learner.train, step)
+        result = await self._compute(self._learner.train, step)
         intake.require_current()
         if result.skip_reason is not None:
             self._log.warning(Event.STEP_SKIPPED, step=step.record.step, reason=result.skip_reason)
@@ -305,7 +309,7 @@ class TrainerLoop:
     async def _push(self, publisher: Publisher, intake: Intake, progress: Progress, *, blocking: bool) -> None:
         """Snapshot the weights and hand them to the publisher, which sends them beside the next step."""
         started = self._now()
-        snapshot, probe = await asyncio.to_thread(self._learner.snapshot, self._probe_sequences())
+        snapshot, probe = await self._compute(self._learner.snapshot, self._probe_sequences())
         request = PushRequest(
             version=progress.version,
             snapshot=snapshot,

@@ -8,7 +8,6 @@ any step may train it; the step's record says so, so a replay does not depend on
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -56,7 +55,7 @@ class Vetting:
         for one in self._versions(version):
             chosen = self._choose(groups, one, room)
             room -= sum(len(trajectory.token_ids) for _, _, trajectory in chosen)
-            compared = await asyncio.to_thread(self._compare, chosen, one, one != version) if chosen else []
+            compared = await self._learner.thread.run(self._compare, chosen, one, one != version) if chosen else []
             for group, member, report, recomputed in compared:
                 self._tokens += report.num_tokens
                 self._gap_max = max(self._gap_max, report.gap_max)

@@ -22,7 +22,7 @@ WAIT_SLICE_S = 1.0
 class BatchWait:
     """Draws the next batch as soon as there is one.
 
-    arrived: set by whoever takes groups in. stopping: ends the wait. idle: called in a thread at every slice of the wait.
+    arrived: set by whoever takes groups in. stopping: ends the wait. idle: awaited at every slice of the wait.
     vet: looks at the waiting groups before a batch is drawn from them.
     """
 
@@ -32,7 +32,7 @@ class BatchWait:
         streams: Streams,
         registry: VersionRegistry,
         *,
-        idle: Callable[[], None],
+        idle: Callable[[], Awaitable[object]],
         vet: Callable[[Intake, int], Awaitable[object]] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -109,7 +109,7 @@ class BatchWait:
                 raise DeadlineExceeded(f"no full batch for {waited:.0f} s (trainer.idle_timeout_s={limit:g}): {whom}")
             self._log.warning(Event.WAITING, waiting_for=whom, seconds=round(waited, 1))
             said = True
-        await asyncio.to_thread(self._idle)
+        await self._idle()
         try:
             async with asyncio.timeout(WAIT_SLICE_S):
                 await self.arrived.wait()

@@ -77,7 +77,8 @@ async def _demo(plan: Plan, run_dir: Path, url: str) -> int:
             *command, stdout=output, stderr=asyncio.subprocess.STDOUT, stdin=asyncio.subprocess.DEVNULL
         )
         try:
-            return await asyncio.wait_for(demo.wait(), plan.deadline_s)
+            async with asyncio.timeout(plan.deadline_s):
+                return await demo.wait()
         except TimeoutError:
             return -1
         finally:

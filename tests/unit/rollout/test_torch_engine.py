@@ -74,6 +74,18 @@ async def test_a_failure_while_decoding_reaches_everyone_who_waits(start: Start)
             await asyncio.wait_for(call, 10)
 
 
+async def test_a_cancellation_that_meets_the_answer_of_a_command_is_not_swallowed(start: Start) -> None:
+    engine = await start()
+    loop = asyncio.get_running_loop()
+    answered: asyncio.Future[object] = loop.create_future()
+    waiting = asyncio.ensure_future(engine._bounded(answered, "an answer"))
+    await asyncio.sleep(0)
+    answered.set_result(None)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
 async def test_waiting_for_a_version_is_bounded(start: Start) -> None:
     engine = await start(wait_timeout_s=0.05)
     await engine.serve(0)

@@ -239,6 +239,17 @@ def test_a_damaged_compacted_file_is_an_error_that_names_it(tmp_path: Path) -> N
         read_log(tmp_path)
 
 
+def test_a_compacted_file_of_another_version_is_not_called_damaged(tmp_path: Path) -> None:
+    log = write_run(tmp_path, steps=4)
+    compact(log, 2)
+    (path,) = tmp_path.glob("*.compact")
+    path.write_bytes(b"ARLCMP01" + path.read_bytes()[8:])
+    with pytest.raises(
+        IntakeLogError, match=r"another format \(ARLCMP01; this version reads ARLCMP02\): continue the run with"
+    ):
+        read_log(tmp_path)
+
+
 def test_figures_of_compacted_steps_are_kept(tmp_path: Path) -> None:
     log = write_run(tmp_path, steps=4)
     compact(log, 3)

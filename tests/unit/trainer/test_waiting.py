@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,8 @@ class Scene:
         self.epoch = await self.streams.raise_epoch(1)
         settings = BatchSettings.from_config(self.config)
         self.intake = Intake(self.streams, IntakeLog.open(self.directory, epoch=self.epoch), settings)
-        self.wait = BatchWait(self.config, self.streams, MemoryRegistry(lambda: self.epoch), idle=lambda: None, now=self._later)
+        registry = MemoryRegistry(lambda: self.epoch)
+        self.wait = BatchWait(self.config, self.streams, registry, idle=lambda: asyncio.sleep(0), now=self._later)
 
     def _later(self) -> float:
         self.now_s += 5.0
