@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from async_rl.model.tokenizer import load_tokenizer
 from async_rl.testing.batches import random_samples
 from async_rl.testing.full_disk import files_no_larger_than
 from async_rl.testing.tiny_models import TinyModel, save_tiny_model
+from async_rl.trainer import checkpoint
 from async_rl.trainer.checkpoint import (
     COMPLETE,
     META,
@@ -203,6 +205,50 @@ def test_a_disk_that_fills_leaves_the_previous_checkpoint_and_nothing_else(model
     found = find_latest(two)
     assert found.latest is not None
     assert (found.latest.step, found.skipped) == (2, ())
+
+
+class Killed(BaseException):
+    """The end of the process at this line: nothing handles it, nothing is cleaned up."""
+
+
+BETWEEN_THE_WRITES = [
+    pytest.param("_prepare", 1, id="the directory is there"),
+    pytest.param("dcp_save", 1, id="tensors are written"),
+    pytest.param("_copy_model_files", 1, id="config and tokenizer are written"),
+    pytest.param("_write", 1, id="meta is written"),
+    pytest.param("fsync_directory", 1, id="the first file is durable"),
+    pytest.param("_write", 2, id="it is marked complete and not renamed"),
+]
+
+
+@pytest.mark.parametrize(("after", "call"), BETWEEN_THE_WRITES)
+def test_one_that_was_killed_between_two_writes_is_no_checkpoint_and_the_next_try_makes_it_one(
+    model: Path, two: Path, monkeypatch: pytest.MonkeyPatch, after: str, call: int
+) -> None:
+    policy, optimizer = learner(model)
+    train(policy, optimizer, 1)
+    function, calls = getattr(checkpoint, after), 0
+
+    def killed(*arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        result = function(*arguments, **named)
+        calls += 1
+        if calls == call:
+            raise Killed
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, after, killed)
+        with pytest.raises(Killed):
+            save_checkpoint(two, policy, optimizer, step=3)
+    found = find_latest(two)
+    assert found.latest is not None
+    assert found.latest.step == 2
+    assert ["never completed" in skipped.reason for skipped in found.skipped] == [True]
+    save_checkpoint(two, policy, optimizer, step=3, meta={"again": True})
+    found = find_latest(two)
+    assert found.latest is not None
+    assert (found.latest.step, found.latest.meta, found.skipped) == (3, {"again": True}, ())
 
 
 def test_a_directory_that_cannot_be_made_is_named(model: Path, tmp_path: Path) -> None:
