@@ -82,6 +82,8 @@ class Event(StrEnum):
     CHECKPOINT_WRITTEN = "checkpoint.written"
     CHECKPOINT_IGNORED = "checkpoint.ignored"
     CHECKPOINT_FAILED = "checkpoint.failed"
+    EVALUATION_STARTED = "evaluation.started"
+    EVALUATION_DONE = "evaluation.done"
     LOG_SEALED = "intake_log.sealed"
     LOG_REPLAYED = "intake_log.replayed"
     LOG_COMPACTED = "intake_log.compacted"

@@ -32,6 +32,11 @@ class AlgorithmConfig(StrictModel):
     advantage: str = "grpo"
     """Credit of a trajectory: `grpo` ((r − mean)/std of its group), `dr_grpo` (r − mean), `rloo` (leave one out),
     `reinforce_pp` (whitened over the batch), `reinforce_pp_baseline` (r − mean, whitened), or `module:function`."""
+    credit: Literal["trajectory", "turns"] = "trajectory"
+    """`trajectory`: all of its tokens get its advantage. `turns`: with grpo and dr_grpo, and environments that reward turns: a
+    token gets what its turn and the later ones earned, relative to the turns of its group."""
+    turn_discount: float = Field(1.0, gt=0, le=1)
+    """With credit = turns: discount per token of the policy's own; a tool's or an environment's take no step."""
     advantage_eps: float = Field(1e-6, gt=0)
     """Added to the standard deviation of a group's rewards."""
     aggregation: AggregationName | None = None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from async_rl.config.algorithm import ADVANTAGE_NAMES, LOSS_NAMES, NEEDS_NO_GROUP
 from async_rl.config.run import RunConfig
@@ -96,6 +97,17 @@ def _reference(config: RunConfig) -> Iterator[str]:
             "algorithm.kl_estimator='k1' as a plain loss has an expected gradient of zero: it trains nothing; set "
             "algorithm.kl_form='unbiased' or algorithm.kl_in='reward'"
         )
+
+
+def _turn_credit(config: RunConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.credit == "turns" and algorithm.advantage not in ("grpo", "dr_grpo"):
+        yield (
+            f"algorithm.credit='turns' with algorithm.advantage={algorithm.advantage!r}, which knows whole trajectories only; "
+            "set algorithm.advantage to grpo or dr_grpo, or algorithm.credit='trajectory'"
+        )
+    if algorithm.credit != "turns" and algorithm.turn_discount != 1.0:
+        yield f"algorithm.turn_discount={algorithm.turn_discount} has no effect with algorithm.credit='trajectory'; remove it"
 
 
 def _reward_shape(config: RunConfig) -> Iterator[str]:
@@ -193,6 +205,42 @@ def _mix(config: RunConfig) -> Iterator[str]:
         yield f"data.source={config.data.source!r} has no effect with data.mix; list it there, or remove one of them"
 
 
+def _evaluation(config: RunConfig) -> Iterator[str]:
+    evaluation = config.evaluation
+    if evaluation.every_steps is None:
+        return
+    for k in evaluation.k:
+        if not 1 <= k <= evaluation.samples:
+            yield f"evaluation.k holds {k}: pass@k needs k from 1 to evaluation.samples={evaluation.samples}; raise samples"
+    if not evaluation.k:
+        yield "evaluation.k is empty: nothing would be reported; set it to [1]"
+    if not evaluation.sources and config.environment.name in ("prompt_reward", "verify", "trl"):
+        yield (
+            f"evaluation.sources is empty, and environment.name={config.environment.name!r} brings no held-out prompts; name a "
+            "file or dataset that is not trained on"
+        )
+    if evaluation.samples > config.rollout.max_running:
+        yield (
+            f"evaluation.samples={evaluation.samples} exceeds rollout.max_running={config.rollout.max_running}: the "
+            "completions of a prompt must fit into the engine; lower it or raise rollout.max_running"
+        )
+    trained = [{"source": config.data.source, **entry} for entry in config.data.mix or [{}]]
+    for index, entry in enumerate(evaluation.sources):
+        key = f"evaluation.sources[{index}]"
+        if not isinstance(entry.get("source"), str) or set(entry) - {"source", "split", "prompt_column"}:
+            yield f"{key}={entry!r} needs source, and takes split and prompt_column"
+        elif any(_same_rows(config, entry, other) for other in trained):
+            yield f"{key}.source={entry['source']!r} is trained on; name a source or a split that is not in data"
+
+
+def _same_rows(config: RunConfig, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """A file is one split, whatever split says."""
+    paths, split = (Path(str(one["source"])), Path(str(other["source"]))), config.data.split
+    if paths[0].resolve() != paths[1].resolve():
+        return False
+    return bool(paths[0].suffix) or one.get("split", split) == other.get("split", split)
+
+
 def _schedule(config: RunConfig) -> Iterator[str]:
     warmup, steps = config.trainer.warmup_steps, config.trainer.max_steps
     if warmup > 0 and warmup >= steps:
@@ -288,6 +336,7 @@ CHECKS: Sequence[Check] = (
     _ratios,
     _aggregation,
     _reference,
+    _turn_credit,
     _reward_shape,
     _lag_of_one_batch,
     _context,
@@ -295,6 +344,7 @@ CHECKS: Sequence[Check] = (
     _rewards,
     _data,
     _mix,
+    _evaluation,
     _schedule,
     _betas,
     _redis,

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from async_rl.config.algorithm import AlgorithmConfig
 from async_rl.config.base import StrictModel
+from async_rl.config.evaluation import EvaluationConfig
 from async_rl.config.rollout import DataConfig, EnvironmentConfig, RewardConfig, RolloutConfig
 from async_rl.config.trainer import CheckpointConfig, StalenessConfig, TrainerConfig, ValidationConfig, WeightsConfig
 from protocol.tls import TlsFiles
@@ -109,6 +110,7 @@ class RunConfig(StrictModel):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
     validation: ValidationConfig = ValidationConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     weights: WeightsConfig = WeightsConfig()
     redis: RedisConfig = RedisConfig()

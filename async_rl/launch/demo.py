@@ -29,10 +29,11 @@ from async_rl.launch.run_lock import run_lock
 from async_rl.launch.supervisor import catch_stop_signals
 from async_rl.launch.warmup import WarmupPlan, warm_up
 from async_rl.monitor.charts import write_reward_png
-from async_rl.monitor.figures import RunFigures, run_figures, write_figures
+from async_rl.monitor.figures import RunFigures, evaluation_figures, run_figures, write_figures
 from async_rl.monitor.metrics_file import MetricsHistory
 from async_rl.monitor.summary import Accuracy, Sample, SummaryPage, print_summary
 from async_rl.monitor.text import program
+from async_rl.run_dir.evaluations import read_evaluations
 from async_rl.run_dir.layout import RunLayout, write_atomic
 
 DEMO_CONFIG = Path(__file__).with_name("demo.toml")
@@ -165,7 +166,11 @@ def _finish(
     history = MetricsHistory(layout.metrics_jsonl)
     history.refresh()
     figures = run_figures(history, layout)
-    summary = summary_figures(figures, accuracy_start=start.mean_reward, accuracy_end=end.mean_reward)
+    evaluations = read_evaluations(layout.evaluations_jsonl)
+    summary = {
+        **summary_figures(figures, accuracy_start=start.mean_reward, accuracy_end=end.mean_reward),
+        **evaluation_figures(evaluations),
+    }
     write_figures(layout.summary_json, summary)
     png = layout.root / "reward.png"
     write_reward_png(
@@ -174,6 +179,7 @@ def _finish(
         rewards=history.series("reward_mean"),
         lag_histogram=figures.lag_histogram,
         title=f"{config.environment.name}: sampled accuracy {start.mean_reward:.2f} → {end.mean_reward:.2f}",
+        evaluations=evaluations,
     )
     print_summary(_page(config, prepared, history, figures, start, end), console)
     return summary

@@ -38,6 +38,25 @@ def split_devices(config: RunConfig, env: Mapping[str, str]) -> tuple[Mapping[st
     return trainer, [{VARIABLE: rest[index] if workers else ""} for index in range(config.rollout.workers)]
 
 
+def evaluation_device(config: RunConfig, env: Mapping[str, str]) -> Mapping[str, str]:
+    """The variables of the evaluation: the first device that no rank and no rollout worker has; none on a CPU.
+
+    Raises: ConfigError if there is none left.
+    """
+    if not (config.evaluation.device or config.rollout.device).startswith("cuda"):
+        on_gpus = config.trainer.device.startswith("cuda") or config.rollout.device.startswith("cuda")
+        return {VARIABLE: ""} if on_gpus else {}
+    ranks = config.trainer.world_size if config.trainer.device.startswith("cuda") else 0
+    workers = config.rollout.workers if config.rollout.device.startswith("cuda") else 0
+    visible = visible_devices(env)
+    if len(visible) <= ranks + workers:
+        raise ConfigError(
+            f"{VARIABLE}={','.join(visible) or '(none)'} has {len(visible)} devices: trainer ranks and rollout workers take "
+            f"{ranks + workers}, and none is left for the evaluation; set evaluation.device='cpu', or make one more visible"
+        )
+    return {VARIABLE: visible[ranks + workers]}
+
+
 def visible_devices(env: Mapping[str, str]) -> Sequence[str]:
     """The devices that this process may hand out: what the variable says, else what the driver lists."""
     if VARIABLE in env:

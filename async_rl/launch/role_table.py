@@ -10,17 +10,18 @@ from collections.abc import Mapping
 
 from async_rl.config.run import RunConfig
 from async_rl.config.text import environment_variable
-from async_rl.launch.devices import split_devices
+from async_rl.launch.devices import evaluation_device, split_devices
 from async_rl.launch.processes import ALLOCATOR, RoleSpec
 from async_rl.run_dir.layout import RunLayout
 
 REDIS_URL_VARIABLE = environment_variable("redis.url")
-EXPENDABLE = ("rollout", "reward")
+EXPENDABLE = ("rollout", "reward", "evaluation")
 """Kinds of workers of which a run can lose some and go on."""
 
 
 def role_table(config: RunConfig, layout: RunLayout, *, redis_url: str, master_port: int) -> tuple[RoleSpec, ...]:
-    """Coordinator, trainer ranks, rollout workers, and reward workers if the config has any. GPUs: see devices.split_devices.
+    """Coordinator, trainer ranks, rollout workers, and, if the config asks for them, reward workers and an evaluation. GPUs:
+    see `devices`.
 
     Made anew for every start of a role: each start is another worker to the queue, and needs a rendezvous port of its own.
     redis_url goes by environment, password and all: neither config.toml nor the process list shows it.
@@ -38,6 +39,9 @@ def role_table(config: RunConfig, layout: RunLayout, *, redis_url: str, master_p
         specs.append(_role(layout, "rollout", index, None, variables))
     if config.reward.placement == "workers":
         specs.extend(_role(layout, "reward", index, None, _threads(1) | env) for index in range(config.reward.workers))
+    if config.evaluation.every_steps is not None:
+        variables = _threads(config.evaluation.num_threads) | dict(evaluation_device(config, os.environ)) | env
+        specs.append(_role(layout, "evaluation", 0, 1, variables))
     return tuple(specs)
 
 

@@ -6,6 +6,9 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from async_rl.run_dir.evaluations import Evaluation
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 _DOT = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # braille bits by row and column of a cell
@@ -86,9 +89,16 @@ def bars(histogram: Mapping[int, int], *, width: int, label: str) -> list[str]:
 
 
 def write_reward_png(
-    path: Path, *, steps: Sequence[int], rewards: Sequence[float], lag_histogram: Mapping[int, int], title: str
+    path: Path,
+    *,
+    steps: Sequence[int],
+    rewards: Sequence[float],
+    lag_histogram: Mapping[int, int],
+    title: str,
+    evaluations: Sequence[Evaluation] = (),
 ) -> None:
-    """Reward over optimizer steps (each step, and a moving mean) beside the lags of what was trained."""
+    """Reward over optimizer steps (each step, and a moving mean) beside the lags of what was trained; held-out pass@k, if it
+    was measured, with its 95 % intervals."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second to import: only where a PNG is made
     from matplotlib.figure import Figure
 
@@ -98,6 +108,7 @@ def write_reward_png(
     window = max(1, min(25, math.ceil(len(rewards) / 20)))
     curve.plot(steps, rewards, color="#9db8d9", linewidth=0.8, label="per step")
     curve.plot(steps, smooth(rewards, window), color="#1f4e8c", linewidth=2, label=f"mean of {window} steps")
+    _add_evaluations(curve, evaluations)
     curve.set(xlabel="optimizer step", ylabel="mean reward", title=title)
     curve.set_ylim(min(0.0, *rewards) if rewards else 0.0, max(1.0, *rewards) if rewards else 1.0)
     curve.grid(alpha=0.25)
@@ -109,3 +120,24 @@ def write_reward_png(
     for axes in (curve, lags):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
+
+
+def _add_evaluations(axes: Any, evaluations: Sequence[Evaluation]) -> None:
+    """One line per k. Axes of matplotlib."""
+    colors = ("#c2571a", "#4d8b31", "#7a3e9d", "#555555")
+    for number, k in enumerate(sorted({k for evaluation in evaluations for k in evaluation.total.pass_at})):
+        points = [(e.step, e.total.pass_at[k]) for e in evaluations if k in e.total.pass_at]
+        values = [estimate.value for _, estimate in points]
+        below = [estimate.value - estimate.low for _, estimate in points]
+        above = [estimate.high - estimate.value for _, estimate in points]
+        axes.errorbar(
+            [step for step, _ in points],
+            values,
+            yerr=[below, above],
+            color=colors[number % len(colors)],
+            marker="o",
+            markersize=4,
+            linewidth=1.2,
+            capsize=3,
+            label=f"held out, pass@{k}",
+        )

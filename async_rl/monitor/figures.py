@@ -12,6 +12,7 @@ from typing import Any
 
 from async_rl.algorithms.staleness import Verdict
 from async_rl.monitor.metrics_file import MetricsHistory, read_pushes
+from async_rl.run_dir.evaluations import Evaluation
 from async_rl.run_dir.files import read_json_lines
 from async_rl.run_dir.intake_log import LogIndex, read_log
 from async_rl.run_dir.layout import RunLayout, write_atomic
@@ -120,6 +121,19 @@ def _last_of_each_start(path: Path) -> Sequence[Mapping[str, Any]]:
 def write_figures(path: Path, figures: Mapping[str, float | int | str | None]) -> None:
     """Write figures as JSON that a program can read."""
     write_atomic(path, (json.dumps(figures, indent=2) + "\n").encode())
+
+
+def evaluation_figures(evaluations: Sequence[Evaluation]) -> Mapping[str, float | int]:
+    """Of the last held-out evaluation: `held_out_step`, and for each k `held_out_pass_at_{k}` with `_low` and `_high`; empty
+    without one."""
+    if not evaluations:
+        return {}
+    last = evaluations[-1]
+    found: dict[str, float | int] = {"held_out_step": last.step, "held_out_evaluations": len(evaluations)}
+    for k, estimate in last.total.pass_at.items():
+        name = f"held_out_pass_at_{k}"
+        found |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+    return found
 
 
 def _median(values: Sequence[float]) -> float | None:

@@ -11,6 +11,7 @@ from typing import Any
 from async_rl.config.sources import read_toml
 from async_rl.monitor.metrics_file import MetricsHistory, StepMetrics
 from async_rl.registry.versions import EngineRecord, VersionRegistry
+from async_rl.run_dir.evaluations import Evaluation, read_evaluations
 from async_rl.run_dir.files import read_json_lines
 from async_rl.run_dir.layout import RunIdentity, RunLayout, open_run
 from protocol.streams import Counters, Stream, StreamDepth, Streams, WorkerLease
@@ -67,6 +68,7 @@ class RunSnapshot:
     config: Mapping[str, Any] = field(default_factory=dict)
     health: Mapping[str, RoleHealth] = field(default_factory=dict)
     """By role; only those that failed."""
+    evaluations: Sequence[Evaluation] = ()
 
 
 async def live_snapshot(streams: Streams, registry: VersionRegistry) -> LiveSnapshot:
@@ -101,6 +103,7 @@ def run_snapshot(
         live_error=live_error,
         config=config,
         health=role_health(layout),
+        evaluations=read_evaluations(layout.evaluations_jsonl),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -12,6 +12,7 @@ from rich.text import Text
 from async_rl.monitor.metrics_file import StepMetrics
 from async_rl.monitor.snapshot import LiveSnapshot, RunSnapshot
 from async_rl.monitor.text import count, number, program, seconds, share
+from async_rl.run_dir.evaluations import Estimate, Evaluation
 
 STATE_STYLES = {
     "running": "bold green",
@@ -61,6 +62,8 @@ def _rows(snapshot: RunSnapshot) -> Iterator[tuple[str, Text]]:
     yield "steps", Text(f"{snapshot.steps} of {count(snapshot.max_steps)} in {seconds(snapshot.train_seconds)}")
     if snapshot.last is not None:
         yield from _last_step(snapshot.last)
+    if snapshot.evaluations:
+        yield "held out", Text(held_out_line(snapshot.evaluations))
     for name, health in snapshot.health.items():
         times = "once" if health.failures == 1 else f"{health.failures} times"
         when = time.strftime("%H:%M:%S", time.localtime(health.failed_at_s))
@@ -71,6 +74,26 @@ def _rows(snapshot: RunSnapshot) -> Iterator[tuple[str, Text]]:
         yield "checkpoints", Text(f"of steps {kept} in {snapshot.layout.checkpoints_dir}")
     else:
         yield "checkpoints", Text("none yet")
+
+
+def held_out_line(evaluations: Sequence[Evaluation]) -> str:
+    """The last evaluation, beside the first: pass@k with intervals, and by source if there are several."""
+    last = evaluations[-1]
+    parts = [f"pass@{k} {_estimate(estimate)}" for k, estimate in last.total.pass_at.items()]
+    line = f"step {last.step}: {', '.join(parts) or 'nothing could be scored'} on {last.total.prompts} prompts"
+    first = evaluations[0].total.pass_at
+    if len(evaluations) > 1 and first:
+        k, before = next(iter(first.items()))
+        line += f"; pass@{k} was {before.value:.3f} at step {evaluations[0].step}"
+    if len(last.by_source) > 1:
+        k = next(iter(last.total.pass_at), 0)
+        named = [f"{name} {figures.pass_at[k].value:.3f}" for name, figures in last.by_source.items() if k in figures.pass_at]
+        line += f"; by source: {', '.join(named)}" if named else ""
+    return f"{line}; {last.total.num_invalid} invalid" if last.total.num_invalid else line
+
+
+def _estimate(estimate: Estimate) -> str:
+    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
 
 
 def _last_step(last: StepMetrics) -> Iterator[tuple[str, Text]]:

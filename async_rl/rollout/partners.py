@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
+from async_rl.algorithms.turns import TURN
 from async_rl.environments.base import Environment, Episode
 from async_rl.environments.calls import call
 from async_rl.environments.session import Opening, Reply, SampledTurn, Session, SessionEnvironment
@@ -121,5 +122,5 @@ def with_turn_rewards(reward: Reward | None, turns: list[float]) -> Reward | Non
     """The final reward and those of the turns, added up; each turn that has one is a component."""
     if reward is None or reward.value is None or not any(turns):
         return reward
-    components = {f"turn.{number}": value for number, value in enumerate(turns, start=1) if value}
+    components = {f"{TURN}{number}": value for number, value in enumerate(turns, start=1) if value}
     return Reward(reward.value + sum(turns), {**reward.components, **components})

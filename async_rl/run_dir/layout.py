@@ -81,6 +81,16 @@ class RunLayout:
         """Trajectories whose records cannot be trusted, a text file each."""
         return self.root / "quarantine"
 
+    @property
+    def evaluations_jsonl(self) -> Path:
+        """A line per held-out evaluation."""
+        return self.root / "evaluations.jsonl"
+
+    @property
+    def evaluation_dir(self) -> Path:
+        """The policy that is evaluated now, and what was sampled from it so far."""
+        return self.root / "evaluation"
+
     def worker_metrics_jsonl(self, worker_id: str) -> Path:
         """Busy and idle seconds of one worker, a line every few seconds."""
         return self.logs_dir / f"{worker_id}.metrics.jsonl"

@@ -22,7 +22,10 @@ from protocol.streams import Streams
 
 
 class Checkpoints:
-    """The checkpoints of one trainer incarnation, on rank 0."""
+    """The checkpoints of one trainer incarnation, on rank 0.
+
+    also_due: whether somebody else wants one of (this version), the last attempt being of (that one).
+    """
 
     def __init__(
         self,
@@ -35,8 +38,10 @@ class Checkpoints:
         epoch: int,
         version: int | None,
         now: Callable[[], float],
+        also_due: Callable[[int, int], bool] = lambda version, since: False,
     ) -> None:
         self._config = config
+        self._also_due = also_due
         self._directory = directory
         self._streams = streams
         self._intake = intake
@@ -60,7 +65,8 @@ class Checkpoints:
             await self._take_result()
         steps = progress.version - max(self._tried, 0)
         by_time = self._config.every_s is not None and self._now() - self._tried_at >= self._config.every_s
-        if self._writing is None and (steps >= self._config.every_steps or (by_time and steps > 0)):
+        wanted = self._also_due(progress.version, max(self._tried, 0))
+        if self._writing is None and (steps >= self._config.every_steps or wanted or (by_time and steps > 0)):
             await self._begin(progress)
 
     async def write_last(self, progress: Progress) -> None:

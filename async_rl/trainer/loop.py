@@ -360,6 +360,7 @@ class TrainerLoop:
             epoch=self._epoch,
             version=progress.checkpoint_version,
             now=self._now,
+            also_due=self._config.evaluation.is_due,
         )
 
     def _lease(self, intake: Intake) -> LeaseKeeper:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from async_rl.algorithms.credit import Float64Array
 from async_rl.algorithms.staleness import GroupVerdict, Verdict
 from async_rl.errors import ShapeError
 from protocol.messages import Float32Array, Int32Array, Trajectory, TrajectoryGroup
@@ -48,18 +50,20 @@ class TrainingSample:
         return len(self.token_ids)
 
 
-def to_training_samples(group: TrajectoryGroup, verdict: GroupVerdict, advantages: npt.ArrayLike) -> list[TrainingSample]:
-    """Return a sample for each trajectory of `group` that trains, in order; `advantages` [G] credit whole trajectories.
+def to_training_samples(
+    group: TrajectoryGroup, verdict: GroupVerdict, advantages: Sequence[float | Float64Array] | Float64Array
+) -> list[TrainingSample]:
+    """Return a sample for each trajectory of `group` that trains, in order; `advantages` credit whole trajectories ([G]) or,
+    where there is an array [T], each token of one.
 
     Too-old tokens of a masked trajectory leave the loss mask and stay as context. Tokens after the last trained one are cut
     off: nothing depends on them.
-    Raises: ShapeError if verdict and advantages are not one per trajectory.
+    Raises: ShapeError if verdict and advantages are not one per trajectory, or those of tokens not one per token.
     """
-    advantages_G = np.asarray(advantages, dtype=np.float64)
-    if not advantages_G.shape == (len(group.trajectories),) == (len(verdict.trajectories),):
+    if not len(advantages) == len(group.trajectories) == len(verdict.trajectories):
         raise ShapeError(
             f"group {group.task_id} has {len(group.trajectories)} trajectories, {len(verdict.trajectories)} verdicts and "
-            f"advantages {advantages_G.shape}: one of each per trajectory is needed"
+            f"{len(advantages)} advantages: one of each per trajectory is needed"
         )
     oldest_trained = verdict.oldest_trained_version
     samples: list[TrainingSample] = []
@@ -70,7 +74,7 @@ def to_training_samples(group: TrajectoryGroup, verdict: GroupVerdict, advantage
         if decision.verdict is Verdict.MASK:
             _clear_older(mask, trajectory.versions, oldest_trained)
         lags = _token_lags(trajectory, verdict.current_version)
-        samples.append(_sample(trajectory, mask, lags, float(advantages_G[member]), group.task_id, member))
+        samples.append(_sample(trajectory, mask, lags, advantages[member], group.task_id, member))
     return samples
 
 
@@ -88,15 +92,18 @@ def _token_lags(trajectory: Trajectory, current_version: int) -> Int32Array:
 
 
 def _sample(
-    trajectory: Trajectory, mask: BoolArray, lags: Int32Array, advantage: float, task_id: str, member: int
+    trajectory: Trajectory, mask: BoolArray, lags: Int32Array, advantage: float | Float64Array, task_id: str, member: int
 ) -> TrainingSample:
+    credit = np.asarray(advantage, dtype=np.float64)
+    if credit.shape not in ((), mask.shape):
+        raise ShapeError(f"sample {task_id}[{member}]: advantages {credit.shape} for {mask.shape} tokens")
     end = len(mask) if mask[-1] else len(mask) - int(mask[::-1].argmax())
     mask = mask[:end]
     return TrainingSample(
         token_ids=trajectory.token_ids[:end],
         loss_mask=mask,
         behavior_logprobs=trajectory.behavior_logprobs[:end],
-        advantages=np.multiply(mask, advantage, dtype=np.float32),
+        advantages=np.multiply(mask, credit if credit.ndim == 0 else credit[:end], dtype=np.float32),
         lags=lags[:end],
         temperature=trajectory.sampling.temperature,
         task_id=task_id,

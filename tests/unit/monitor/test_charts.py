@@ -8,6 +8,7 @@ import pytest
 
 from async_rl.monitor.charts import bars, braille_curve, curve_with_axes, resample, smooth, sparkline, write_reward_png
 from async_rl.monitor.text import count, number, seconds, share
+from async_rl.run_dir.evaluations import Estimate, Evaluation, EvaluationFigures
 
 
 def test_a_sparkline_spans_its_range() -> None:
@@ -55,10 +56,18 @@ def test_bars_show_every_lag_up_to_the_largest_with_its_share() -> None:
     assert bars({}, width=4, label="lag") == []
 
 
+def evaluated(step: int, share: float) -> Evaluation:
+    estimate = Estimate(share, max(0.0, share - 0.1), min(1.0, share + 0.1), 20)
+    figures = EvaluationFigures(20, 40, 0, {1: estimate}, share, 3.0, 0.0)
+    return Evaluation(step, 0.0, 1.0, 1.0, figures)
+
+
 @pytest.mark.parametrize("rewards", [[], [0.5], [-1.0, 2.0, 0.5]])
 def test_the_png_is_written_for_any_number_of_steps(tmp_path: Path, rewards: list[float]) -> None:
     path = tmp_path / "reward.png"
-    write_reward_png(path, steps=range(len(rewards)), rewards=rewards, lag_histogram={0: 2, 1: 1}, title="t")
+    evaluations = [evaluated(0, 0.0), evaluated(2, 1.0)] if rewards else []
+    lags = {0: 2, 1: 1}
+    write_reward_png(path, steps=range(len(rewards)), rewards=rewards, lag_histogram=lags, title="t", evaluations=evaluations)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
