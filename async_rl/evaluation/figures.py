@@ -101,8 +101,13 @@ class PartialResults:
 
 
 def _result(record: Mapping[str, Any]) -> PromptResult:
-    lists = ("rewards", "tokens", "truncated")
-    return PromptResult(**{name: tuple(value) if name in lists else value for name, value in record.items()})
+    return PromptResult(
+        task_id=str(record["task_id"]),
+        group=str(record["group"]),
+        rewards=tuple(record["rewards"]),
+        tokens=tuple(record["tokens"]),
+        truncated=tuple(record["truncated"]),
+    )
 
 
 def _fingerprint(tasks: Sequence[PromptTask]) -> str:

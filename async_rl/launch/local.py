@@ -150,7 +150,7 @@ def restart_policy(launch: LaunchConfig) -> RestartPolicy:
 
 def patience_of(config: RunConfig) -> Patience:
     launch, lease_s = config.launch, config.redis.lease_s
-    ending_s = Patience.ending_s
+    ending_s = Patience().ending_s
     if config.evaluation.every_steps is not None:  # of the last version, which is there with the trainer's end
         ending_s += config.evaluation.finish_s
     return Patience(
