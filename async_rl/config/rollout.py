@@ -34,8 +34,8 @@ class EnvironmentConfig(StrictModel):
     """What a policy acts in, and what scores it."""
 
     name: str = "sort_digits"
-    """Built-in environment (`sort_digits`, `look_up`, `prompt_reward`, `verify`, `trl`, `reasoning_gym`, `verifiers`), or
-    `module:Class` of your own."""
+    """Built-in environment (`sort_digits`, `look_up`, `json_extraction`, `prompt_reward`, `verify`, `trl`, `reasoning_gym`,
+    `verifiers`), or `module:Class` of your own."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment, e.g. `length = 6` for sort_digits, or `verifiers = [{use = "math"}]` for verify."""
     reward: str | None = None

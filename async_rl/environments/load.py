@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
 from async_rl.environments.base import Environment
+from async_rl.environments.json_extraction import JsonExtraction
 from async_rl.environments.look_up import LookUp
 from async_rl.environments.objects import construct, load_object, nearest
 from async_rl.environments.prompt_reward import PromptReward
@@ -19,6 +20,7 @@ from async_rl.errors import ConfigError
 
 PROMPT_REWARD = "prompt_reward"
 BUILT_IN: Mapping[str, Callable[..., Environment]] = {
+    "json_extraction": JsonExtraction,
     "look_up": LookUp,
     "reasoning_gym": ReasoningGym,
     "sort_digits": SortDigits,

@@ -37,7 +37,6 @@ from async_rl.run_dir.evaluations import read_evaluations
 from async_rl.run_dir.layout import RunLayout, write_atomic
 
 DEMO_CONFIG = Path(__file__).with_name("demo.toml")
-NUM_PROMPTS = 1024
 FIGURE_KEYS = (
     "train_seconds",
     "steps",
@@ -109,6 +108,12 @@ def _require_rows(config: RunConfig) -> None:
             f"environment.name={config.environment.name!r} brings no prompts of its own, which the demo warms up on and "
             f"evaluates with; use a built-in task such as sort_digits, or `async-rl run`"
         )
+    is_made = config.model.path == RunLayout(config.run_dir).model_dir.absolute()
+    if is_made and not isinstance(environment.row(0).prompt, str):
+        raise ConfigError(
+            f"environment.name={config.environment.name!r} speaks in chat messages, which the model that the demo makes cannot "
+            f"read; name one with a chat template: --model.path=DIR"
+        )
 
 
 def make_model(config: RunConfig, layout: RunLayout, console: Console) -> None:
@@ -140,9 +145,9 @@ def _start_evaluation(config: RunConfig, layout: RunLayout, console: Console) ->
 
 def _evaluate(config: RunConfig, model_dir: Path, title: str, console: Console) -> EvaluationResult:
     plan = EvaluationPlan(
-        num_prompts=NUM_PROMPTS, temperature=1.0, max_new_tokens=config.rollout.max_new_tokens, seed=config.seed
+        num_prompts=config.evaluation.prompts, temperature=1.0, max_new_tokens=config.rollout.max_new_tokens, seed=config.seed
     )
-    with _progress(console, title, NUM_PROMPTS) as advance:
+    with _progress(console, title, plan.num_prompts) as advance:
         result = evaluate_model(config, model_dir, plan, on_progress=lambda done, _: advance(done))
     console.print(f"{title}: {Accuracy(result.mean_reward, result.standard_error)}", highlight=False)
     return result
@@ -236,10 +241,11 @@ def next_commands(config: RunConfig, layout: RunLayout) -> Sequence[tuple[str, s
     """Commands that work as they stand."""
     name, root = program(), layout.root
     length = 6 if config.environment.args.get("length") == 5 else 5
+    another = (f"{name} demo --run_dir={root}-{length} --environment.args.length={length}", "another length of the task")
     return (
         (f"{name} show {root}", "a trajectory of the run: tokens, logprobs, versions, reward"),
         (f"{name} audit {root}", "how every task of the run ended"),
-        (f"{name} demo --run_dir={root}-{length} --environment.args.length={length}", "another length of the task"),
+        *((another,) if config.environment.name == "sort_digits" else ()),
         (f"{name} demo --run_dir={root} --resume --trainer.max_steps={config.trainer.max_steps * 2}", "train further"),
     )
 

