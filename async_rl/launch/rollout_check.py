@@ -39,6 +39,7 @@ EPOCH = 1
 PROBE_TOKENS = 24
 MEASURE_S = 20.0
 CLEANUP_S = 10.0
+REPORT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ async def check_rollout(config: RunConfig, *, measure_s: float = MEASURE_S) -> R
 async def push_once(engine: RolloutEngine, config: RunConfig, model: PreTrainedModel, *, version: int) -> PushStats:
     """Push `model` to a started engine as a run would, by weights.backend; returns when the push has ended, either way.
 
-    Raises: DeadlineExceeded if it does not end within twice its deadline.
+    Raises: DeadlineExceeded if it does not end within twice its deadline; what ended one of those who take part in it.
     """
     registry = MemoryRegistry(lambda: EPOCH)
     stats: asyncio.Queue[PushStats] = asyncio.Queue()
@@ -99,7 +100,7 @@ async def push_once(engine: RolloutEngine, config: RunConfig, model: PreTrainedM
         probe = _probe(model, config)
         await publisher.submit(PushRequest(version, snapshot, probe, 0, 0, tolerance=tolerance))
         async with asyncio.timeout(2 * config.weights.deadline_s):
-            return await stats.get()
+            return await _first_of(stats, tasks)
     except TimeoutError:
         raise DeadlineExceeded(f"the push did not end within twice weights.deadline_s={config.weights.deadline_s:g}") from None
     finally:
@@ -107,6 +108,22 @@ async def push_once(engine: RolloutEngine, config: RunConfig, model: PreTrainedM
             task.cancel()
         await asyncio.wait(tasks, timeout=CLEANUP_S)
         publisher.close()
+
+
+async def _first_of(stats: asyncio.Queue[PushStats], tasks: Sequence[asyncio.Task[None]]) -> PushStats:
+    """What is reported; else, when one of those who would report it has failed, its error: nobody would say it later."""
+    reported = asyncio.create_task(stats.get())
+    try:
+        await asyncio.wait([reported, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        if not reported.done():
+            await asyncio.wait([reported], timeout=REPORT_S)  # an engine that broke says so to the registry, too
+        if not reported.done():
+            for task in tasks:
+                if task.done():
+                    task.result()
+        return await reported
+    finally:
+        reported.cancel()
 
 
 async def _only_worker() -> frozenset[str]:

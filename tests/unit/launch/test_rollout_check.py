@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from transformers import PreTrainedModel
 
 from async_rl.config import RunConfig, load_config
+from async_rl.errors import ProofFailed, WeightPushError
+from async_rl.launch import rollout_check
 from async_rl.launch.demo_model import demo_model, demo_tokenizer, save_model
 from async_rl.launch.rollout_check import check_rollout, print_check
+from async_rl.weights.collective_backend import CollectiveSender
+from async_rl.weights.manifest import Probe
 
 
 @pytest.fixture
@@ -40,3 +47,30 @@ async def test_an_engine_is_started_pushed_to_proven_and_measured(config: RunCon
     text = console.export_text()
     assert "tokens/s" in text
     assert "raise rollout.max_groups_in_flight" in text  # 6 sequences at a time, of 256
+
+
+async def test_a_push_that_is_not_proven_ends_the_check_with_its_reason(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = rollout_check._probe
+
+    def wrong(model: PreTrainedModel, config: RunConfig) -> Probe:
+        probe = honest(model, config)
+        return replace(probe, logprobs=tuple(logprobs + 1.0 for logprobs in probe.logprobs))
+
+    monkeypatch.setattr(rollout_check, "_probe", wrong)
+    with pytest.raises(ProofFailed, match="engine and trainer differ"):
+        await check_rollout(config, measure_s=0.0)
+
+
+async def test_who_cannot_take_part_in_the_push_is_not_waited_for(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would report the push: without its publisher, the check would stand still until twice the deadline."""
+
+    def prepare(*_: object) -> None:
+        raise WeightPushError("the disk is full")
+
+    monkeypatch.setattr(CollectiveSender, "prepare", prepare)
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.timeout(20):
+            await check_rollout(config, measure_s=0.0)
+    assert caught.group_contains(WeightPushError, match="the disk is full")
