@@ -25,20 +25,18 @@ class Work:
     """One thing that a worker does at a time: `begin` it, `mark` its progress, `end` it. Between end and begin it waits, which
     is no stall.
 
-    Whoever does the work calls these, any other thread may look. on_change: called after each, by who did it.
-    explain: more words about where it stands, asked for when it stalls.
+    Whoever does the work calls these, any other thread may look. explain: more words about where it stands, asked for when it
+    stalls.
     """
 
     def __init__(
         self,
         *,
         clock: Callable[[], float] = time.monotonic,
-        on_change: Callable[[str], object] = lambda what: None,
         explain: Callable[[], str] = lambda: "",
     ) -> None:
         self.explain = explain
         self._clock = clock
-        self._on_change = on_change
         self._began = ""
         self._moment: _Moment | None = None
 
@@ -52,7 +50,6 @@ class Work:
 
     def end(self) -> None:
         self._moment = None
-        self._on_change("")
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
@@ -77,7 +74,6 @@ class Work:
 
     def _set(self, what: str) -> None:
         self._moment = _Moment(what, self._clock())
-        self._on_change(what)
 
 
 class LeaseKeeper:

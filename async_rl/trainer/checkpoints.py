@@ -17,7 +17,8 @@ from async_rl.errors import CheckpointError, IntakeLogError
 from async_rl.logs import Event, get_logger
 from async_rl.trainer.checkpoint import META, completed, prune_checkpoints
 from async_rl.trainer.intake import Intake
-from async_rl.trainer.learner import Learner, Progress
+from async_rl.trainer.learner import Learner
+from async_rl.trainer.progress import Progress
 from protocol.streams import Streams
 
 

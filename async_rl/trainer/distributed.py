@@ -14,7 +14,6 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from async_rl.errors import ConfigError
-from async_rl.trainer.rank_marks import RankMarks
 from async_rl.trainer.watchdog import Watchdog
 
 STORE_TIMEOUT_S = 5.0
@@ -27,8 +26,6 @@ class Ranks:
     rank: int
     world_size: int
     mesh: DeviceMesh
-    marks: RankMarks | None = None
-    """How far every rank is; None for a rank that is alone."""
     watchdog: Watchdog | None = None
     """Says who waits for whom; None for a rank that is alone."""
 
@@ -36,14 +33,14 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def note(self, what: str) -> None:
-        """This rank does `what` now; empty: it waits for a command."""
-        if self.marks is not None:
-            self.marks.note(what)
+    def mark(self, where: str) -> None:
+        """This rank made progress, and is at `where` now."""
+        if self.watchdog is not None:
+            self.watchdog.mark(where)
 
-    def behind(self) -> str:
-        """Which ranks are not as far as the others, in words; empty for a rank that is alone."""
-        return "" if self.marks is None else self.marks.behind()
+    def report(self) -> str:
+        """What every rank does, in words; empty for a rank that is alone."""
+        return "" if self.watchdog is None else self.watchdog.report()
 
 
 @contextmanager
@@ -58,10 +55,10 @@ def joined_ranks(
 ) -> Iterator[Ranks]:
     """Join the trainer's process group and leave it at the end.
 
-    shard_size: ranks per copy of the model; fewer than world_size make a mesh of (copies, shards). watchdog_s: see Watchdog.
+    shard_size: ranks per copy of the model; fewer than world_size make a mesh of (copies, shards).
+    watchdog_s, dump_after_s: the Watchdog's limit_s and dump_after_s.
 
     Several ranks are started by torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); a single one needs no network.
-    dump_after_s: a rank that does not move on for this long writes its stacks to stderr (0: never).
     Raises: ConfigError if torchrun's world size is not `world_size`, or the device does not exist.
     """
     started = int(os.environ.get("WORLD_SIZE", "1"))
@@ -81,10 +78,9 @@ def joined_ranks(
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
-    watchdog = _watchdog(world_size, watchdog_s)
+    watchdog = _watchdog(world_size, limit_s=watchdog_s, dump_after_s=dump_after_s)
     try:
-        marks = RankMarks.connect(dist.get_rank(), world_size, dump_after_s=dump_after_s)
-        yield Ranks(dist.get_rank(), world_size, _mesh(device, world_size, shard_size), marks, watchdog)
+        yield Ranks(dist.get_rank(), world_size, _mesh(device, world_size, shard_size), watchdog)
     finally:
         if watchdog is not None:
             watchdog.stop()
@@ -97,7 +93,7 @@ def _mesh(device: str, world_size: int, shard_size: int | None) -> DeviceMesh:
     return init_device_mesh(device, (world_size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
 
 
-def _watchdog(world_size: int, limit_s: float) -> Watchdog | None:
+def _watchdog(world_size: int, *, limit_s: float, dump_after_s: float) -> Watchdog | None:
     """Beside several ranks: over a connection of its own to the store where they met."""
     if world_size == 1:
         return None
@@ -108,4 +104,5 @@ def _watchdog(world_size: int, limit_s: float) -> Watchdog | None:
         wait_for_workers=False,
         timeout=timedelta(seconds=STORE_TIMEOUT_S),
     )
-    return Watchdog(PrefixStore("watchdog", store), dist.get_rank(), world_size, limit_s=limit_s).start()
+    prefix = PrefixStore("async_rl/watchdog", store)
+    return Watchdog(prefix, dist.get_rank(), world_size, limit_s=limit_s, dump_after_s=dump_after_s).start()

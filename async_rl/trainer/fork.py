@@ -9,7 +9,7 @@ from pathlib import Path
 from async_rl.errors import CheckpointError
 from async_rl.run_dir.layout import RunLayout, fsync_directory, write_atomic
 from async_rl.trainer.checkpoint import COMPLETE, META, Checkpoint, checkpoint_of_step, file_hash
-from async_rl.trainer.learner import Progress
+from async_rl.trainer.progress import Progress
 
 
 def fork_origin(layout: RunLayout, step: int) -> Checkpoint:

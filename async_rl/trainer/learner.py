@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -37,6 +36,7 @@ from async_rl.trainer.kept_weights import KeptWeights
 from async_rl.trainer.objective import step_settings
 from async_rl.trainer.packing import MicroBatch, balance, lay_out, unpack
 from async_rl.trainer.policy import CANARY_SEED, PolicyModel, load_head
+from async_rl.trainer.progress import Progress, StepResult
 from async_rl.trainer.samples import TrainingSample
 from async_rl.trainer.schedule import Schedule
 from async_rl.trainer.snapshots import Snapshots
@@ -49,50 +49,6 @@ from async_rl.weights.send_buffer import SendBuffer
 from protocol.lease import Work
 
 IDLE_EVERY_S = 10.0
-
-
-@dataclass(slots=True)
-class Progress:
-    """How far training is: policy version, step records gone through, groups trained.
-
-    checkpoint_version: version of the newest complete checkpoint; None before the first. cursor, issued: what was issued when
-    it was written, for a server that lost it. first_cursor: where the run began (a fork does not begin at 0).
-    """
-
-    version: int = 0
-    records_applied: int = 0
-    groups_trained: int = 0
-    checkpoint_version: int | None = None
-    cursor: int = 0
-    issued: int = 0
-    first_cursor: int = 0
-
-    def to_meta(self) -> dict[str, int]:
-        """What a checkpoint stores of it."""
-        fields = ("version", "records_applied", "groups_trained", "cursor", "issued", "first_cursor")
-        return {name: getattr(self, name) for name in fields}
-
-    @staticmethod
-    def from_checkpoint(checkpoint: Checkpoint) -> Progress:
-        """Inverse of `to_meta`."""
-        meta = checkpoint.meta
-        return Progress(
-            version=meta["version"],
-            records_applied=meta["records_applied"],
-            groups_trained=meta["groups_trained"],
-            checkpoint_version=meta["version"],
-            cursor=meta["cursor"],
-            issued=meta["issued"],
-            first_cursor=meta["first_cursor"],
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step did; `skip_reason` is set if nothing was applied."""
-
-    skip_reason: str | None
-    metrics: Mapping[str, Any]
 
 
 class Learner:
@@ -118,7 +74,7 @@ class Learner:
         )
         self._settings = step_settings(config, on_micro_batch=self._mark_micro_batch)
         self._credit = Credit.from_config(config.algorithm)
-        self.work = Work(on_change=ranks.note, explain=ranks.behind)
+        self.work = Work(explain=ranks.report)
         """The command that this rank runs now; progress is marked at every micro-batch."""
         self.thread = ComputeThread()
         """Where rank 0 calls the methods that compute, while its event loop goes on."""
@@ -284,6 +240,7 @@ class Learner:
 
     def _mark_micro_batch(self, index: int) -> None:
         self.work.mark(f"after micro-batch {index + 1}")
+        self._ranks.mark(self.work.what)
 
     @contextmanager
     def _watched(self, name: str) -> Iterator[None]:

@@ -21,19 +21,16 @@ from async_rl.trainer.accounts import FinishedPushes, StepLines, TrainerClock
 from async_rl.trainer.checkpoints import Checkpoints
 from async_rl.trainer.early_warning import EarlyWarning
 from async_rl.trainer.intake import BatchSettings, ComposedStep, Intake
-from async_rl.trainer.learner import Learner, Progress, StepResult
+from async_rl.trainer.learner import Learner
+from async_rl.trainer.progress import Progress, StepResult
 from async_rl.trainer.quarantine import Quarantine
+from async_rl.trainer.reading import Reading
 from async_rl.trainer.step_metrics import group_metrics, logprob_mismatch
 from async_rl.trainer.vetting import Vetting
 from async_rl.trainer.waiting import BatchWait
 from async_rl.weights.publisher import Publisher, PushRequest
-from protocol.keys import trainer_consumer
 from protocol.lease import LeaseKeeper
-from protocol.streams import Delivery, RunState, Stream, Streams
-
-READ_COUNT = 256
-READ_BLOCK_S = 1.0
-LOOK_AROUND_S = 5.0  # a trainer that is never idle still finds what was left over
+from protocol.streams import RunState, Streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +129,14 @@ class TrainerLoop:
         try:
             async with asyncio.TaskGroup() as tasks:
                 helpers = [tasks.create_task(publisher.run()), tasks.create_task(self._lease(intake).run())]
-                await self._restore_queue(progress)
+                reading = Reading(self._streams, intake, progress, epoch=self._epoch, arrived=self._wait.arrived, now=self._now)
+                await reading.restore_queue()
                 unfinished = await self._replay(intake, progress, metrics)
                 if await self._already_ended(progress):
                     result = TrainerResult(progress.version, finished=True)
                 else:
                     await self._push(publisher, intake, progress, blocking=True)
-                    helpers.append(tasks.create_task(self._take_in(intake, progress)))
+                    helpers.append(tasks.create_task(reading.run()))
                     if unfinished is not None:
                         await self._train_batch(unfinished, 0.0, intake, progress, publisher, metrics)
                     result = await self._train(intake, progress, publisher, metrics, checkpoints)
@@ -152,63 +150,6 @@ class TrainerLoop:
 
     async def _idle(self) -> None:
         await self._compute(self._learner.idle)
-
-    # -- intake ------------------------------------------------------------------------------------------------------
-    async def _take_in(self, intake: Intake, progress: Progress) -> None:
-        """Stream to log, for as long as it runs: first what older incarnations held, which was published before the rest. When
-        idle, and every LOOK_AROUND_S, what was left over since, and dead tasks."""
-        server = await self._streams.server_id()
-        while held := await self._streams.take_over(self._epoch, count=READ_COUNT):
-            if await intake.take_in(held):
-                self._wait.arrived.set()
-        looked = self._now()
-        while True:
-            deliveries = await self._streams.read_groups(self._epoch, count=READ_COUNT, block_s=READ_BLOCK_S)
-            if deliveries and await intake.take_in(deliveries):
-                self._wait.arrived.set()
-            if deliveries and self._now() - looked < LOOK_AROUND_S:
-                continue
-            looked = self._now()
-            server = await self._after_server_change(server, intake, progress)
-            await self._bury_dead(intake)
-            left_over = await self._left_over()
-            if left_over and await intake.take_in(left_over):
-                self._wait.arrived.set()
-
-    async def _left_over(self) -> Sequence[Delivery]:
-        """What this trainer was given but never saw (a lost reply), else what consumers of older epochs still hold."""
-        mine = await self._streams.own_pending(Stream.GROUPS, trainer_consumer(self._epoch))
-        return mine or await self._streams.take_over(self._epoch, count=READ_COUNT)
-
-    async def _bury_dead(self, intake: Intake) -> None:
-        dead = await self._streams.newly_dead(self._epoch)
-        if dead:
-            await intake.record_dead(list(dead.items()))
-            await self._streams.finish_dead(self._epoch, list(dead))
-            await self._streams.report(self._epoch, discarded=intake.discarded)
-
-    async def _after_server_change(self, server: str, intake: Intake, progress: Progress) -> str:
-        """Say so. If the server lost its last writes, or all of them: what this trainer knows of them is put back.
-
-        The next fenced call puts back the epoch.
-        """
-        current = await self._streams.server_id()
-        if current != server:
-            self._log.warning(Event.QUEUE_BACK, server=current, before=server)
-            await self._streams.report(self._epoch, discarded=intake.discarded)
-        await self._restore_queue(progress)
-        return current
-
-    async def _restore_queue(self, progress: Progress) -> None:
-        """Keep the queue's cursor from going back, and remember where it is."""
-        counters = await self._streams.counters()
-        if counters.cursor < progress.cursor:
-            await self._streams.restore(
-                self._epoch, cursor=progress.cursor, issued=progress.issued, first=progress.first_cursor
-            )
-            self._log.warning(Event.QUEUE_RESTORED, cursor=progress.cursor, found=counters.cursor, issued=progress.issued)
-        else:
-            progress.cursor, progress.issued = counters.cursor, max(progress.issued, counters.issued)
 
     # -- steps -------------------------------------------------------------------------------------------------------
     async def _replay(self, intake: Intake, progress: Progress, metrics: StepLines) -> _Batch | None:

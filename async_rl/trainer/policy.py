@@ -6,12 +6,10 @@ The names of parameters, in state dicts and weight pushes, are the Hugging Face 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,20 +19,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from async_rl.errors import ConfigError, ShapeError
 from async_rl.model.attention import PACKED, PackedSegments, packed_segments
 from async_rl.model.load import load_causal_lm, read_tensor
-from async_rl.model.logprobs import HeadOptions, LogitTransform, token_logprobs
+from async_rl.model.logprobs import HeadOptions, token_logprobs
+from async_rl.trainer.architecture import checkpoint_activations, logit_transform, output_head, refuse_unpackable
 from async_rl.trainer.sharding import decoder_layers, full_tensor, own_shard, shard
 from async_rl.weights.canary import canary_scale, canary_tensor
 from async_rl.weights.manifest import Probe
 from async_rl.weights.send_buffer import TensorSpec
 
-PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
-BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 SELF_TEST_TOLERANCE = 1e-5
 """Largest |packed, chunked − the model's own| logprob accepted at load, float32, nats (relative above 10 nats)."""
 
@@ -80,13 +76,13 @@ class PolicyModel(nn.Module):
         """
         super().__init__()
         self.options = options or PolicyOptions()
-        _refuse_unpackable(hf)
+        refuse_unpackable(hf)
         self.hf = hf
         self.eval()  # no dropout, ever: the trainer computes the distribution that the engine samples from
-        self.transform = _logit_transform(hf)
+        self.transform = logit_transform(hf)
         if self.options.activation_checkpointing:
             for layer in decoder_layers(hf):
-                _checkpoint_activations(layer)
+                checkpoint_activations(layer)
 
         self.mesh: DeviceMesh | None = None
         self.source: Path | None = None
@@ -296,11 +292,6 @@ def shard_policy(policy: PolicyModel, mesh: DeviceMesh) -> None:
     policy.mesh = mesh
 
 
-def output_head(hf: PreTrainedModel) -> nn.Linear:
-    """Return the layer that turns hidden states into logits."""
-    return cast(nn.Linear, cast(Any, hf).get_output_embeddings())
-
-
 def load_head(directory: Path, policy: PolicyModel) -> Tensor:
     """The output layer's weight of a model directory of the policy's architecture, [V, h], on the policy's device.
 
@@ -378,36 +369,6 @@ def _self_test_sequences(policy: PolicyModel, lengths: Sequence[int]) -> list[Te
     generator = torch.Generator().manual_seed(0)
     vocabulary = policy.hf.config.vocab_size
     return [torch.randint(vocabulary, (length,), generator=generator) for length in lengths]
-
-
-def _refuse_unpackable(hf: PreTrainedModel) -> None:
-    config, name = hf.config, type(hf).__name__
-    if config._attn_implementation != PACKED:
-        raise ConfigError(f"{name} was loaded with attention {config._attn_implementation!r}; load it with attn={PACKED!r}")
-    if any(parameter.dtype != torch.float32 for parameter in hf.parameters()):
-        raise ConfigError(
-            f"{name} must be loaded in float32, the dtype of master weights; options.dtype sets the compute dtype"
-        )
-    other = set(getattr(config, "layer_types", None) or ()) - PACKABLE_LAYERS
-    if other:
-        raise ConfigError(f"{name} has layers of type {', '.join(sorted(other))}; only attention layers can be trained packed")
-    rope = getattr(config, "rope_parameters", None) or {}
-    if str(rope.get("rope_type")) in BATCH_DEPENDENT_ROPE:
-        raise ConfigError(f"{name} has rope_type={rope['rope_type']!r}, whose positions depend on what else is in the batch")
-
-
-def _logit_transform(hf: PreTrainedModel) -> LogitTransform:
-    """Read from the config what the model does to its logits; verify_logprobs proves the guess."""
-    config = hf.config
-    scale = float(getattr(config, "logit_scale", None) or 1.0)  # cohere
-    scale /= float(getattr(config, "logits_scaling", None) or 1.0)  # granite
-    return LogitTransform(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))  # gemma
-
-
-def _checkpoint_activations(layer: nn.Module) -> None:
-    """Recompute the layer in the backward pass. Only `forward` is replaced: FSDP's hooks and state-dict names stay outside."""
-    forward: Callable[..., Any] = layer.forward
-    layer.forward = partial(checkpoint, forward, use_reentrant=False)
 
 
 def _uniform(temperatures: Tensor) -> float | Tensor:

@@ -23,7 +23,8 @@ from async_rl.trainer.assemble import make_learner
 from async_rl.trainer.checkpoint import Checkpoint, checkpoint_of_step, completed, find_latest, model_state, open_checkpoint
 from async_rl.trainer.distributed import joined_ranks
 from async_rl.trainer.intake import BatchSettings, planned_steps, recorded_step
-from async_rl.trainer.learner import Learner, Progress
+from async_rl.trainer.learner import Learner
+from async_rl.trainer.progress import Progress
 from protocol.codec import decode_group
 from protocol.messages import TrajectoryGroup
 

@@ -1,12 +1,14 @@
 """Which rank waits for which, in which collective: said when a collective takes too long, before anything times out.
 
-Every rank has a thread that writes what its training thread does to the store where the ranks met: the command, since when, and
-the collective that it is in, read off its stack. A rank that waits for longer than the limit reads what the others wrote. A
+Every rank has a thread that writes what its training thread does to the store where the ranks met: the command, how far it is
+in it, since when, and the collective that it is in, read off its stack. A rank that waits for longer than the limit reads what
+the others wrote. Ranks run the same commands on the same micro-batches, so they count alike, and who counted less is behind. A
 rank that is stopped or dead writes nothing any more, and that is said too.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import sys
 import threading
@@ -53,7 +55,8 @@ class RankState:
     collective: str
     place: str
     written_s: float
-    commands_done: int = 0
+    marks: int = 0
+    """Signs of progress so far: commands begun and ended, micro-batches done."""
 
 
 @dataclass(slots=True)
@@ -61,11 +64,14 @@ class _Now:
     command: str = "start"
     since_s: float = field(default_factory=time.time)
     thread: int | None = None
-    done: int = 0
 
 
 class Watchdog:
-    """One rank's watcher. `doing` names what the calling thread does; `report` says what every rank does."""
+    """One rank's watcher. `doing` and `mark` say what the calling thread does; `report` says what every rank does.
+
+    limit_s: a wait in one collective of so long is reported. dump_after_s: a rank other than 0 that does not move on for this
+    long writes the stacks of its threads to stderr (0: never); rank 0 does so itself, when it ends.
+    """
 
     def __init__(
         self,
@@ -74,6 +80,7 @@ class Watchdog:
         world_size: int,
         *,
         limit_s: float,
+        dump_after_s: float = 0.0,
         clock: Callable[[], float] = time.time,
         frames: Callable[[int], FrameType | None] = lambda thread: sys._current_frames().get(thread),
     ) -> None:
@@ -81,9 +88,11 @@ class Watchdog:
         self._rank = rank
         self._world_size = world_size
         self._limit_s = limit_s
+        self._dump_after_s = dump_after_s if rank > 0 else 0.0
         self._clock = clock
         self._frames = frames
         self._now = _Now(since_s=clock())
+        self._marks = 0
         self._stopped = threading.Event()
         self._said_at: float | None = None
 
@@ -97,14 +106,20 @@ class Watchdog:
     @contextmanager
     def doing(self, command: str) -> Iterator[None]:
         """Until the block ends, this thread runs `command`, which every rank runs together."""
-        before = self._now
-        self._now = _Now(command, self._clock(), threading.get_ident(), before.done)
+        waits = command == WAITING_FOR_COMMAND  # rank 0 waits for nobody's command: count alike
+        self._now = _Now(command, self._clock(), threading.get_ident())
         self._said_at = None
+        self._count(0 if waits else 1, dump=not waits)
         try:
             yield
         finally:
-            done = before.done + (command != WAITING_FOR_COMMAND)  # rank 0 waits for nobody's command: count alike
-            self._now = _Now(f"between commands, after {command}", self._clock(), None, done)
+            self._now = _Now(f"between commands, after {command}", self._clock(), None)
+            self._count(0 if waits else 1, dump=False)
+
+    def mark(self, where: str) -> None:
+        """Progress within the command: `where` it is now, in words."""
+        self._now = _Now(where, self._clock(), threading.get_ident())
+        self._count(1, dump=True)
 
     def look(self) -> str | None:
         """Write this rank's state; a report if it has waited too long since the last one."""
@@ -121,11 +136,17 @@ class Watchdog:
         now = self._now
         frame = None if now.thread is None else self._frames(now.thread)
         collective, place = describe(frame)
-        return RankState(self._rank, now.command, now.since_s, collective, place, self._clock(), now.done)
+        return RankState(self._rank, now.command, now.since_s, collective, place, self._clock(), self._marks)
 
     def report(self) -> str:
-        """What every rank does, this one first; who is behind or silent is named as the one that is waited for."""
-        states: dict[int, RankState | None] = {rank: self._read(rank) for rank in range(self._world_size)}
+        """What every rank does, this one first; who is behind or silent is named as the one that is waited for.
+
+        Never raises: a store that is gone, with rank 0, is what it says then.
+        """
+        try:
+            states: dict[int, RankState | None] = {rank: self._read(rank) for rank in range(self._world_size)}
+        except RuntimeError as error:  # torch's store errors have no class of their own
+            return f"what the other ranks do is not known: rank 0 and its store are gone ({first_line(error)})"
         mine = states[self._rank] = self.state()
         return explain(mine, states, self._clock())
 
@@ -135,35 +156,49 @@ class Watchdog:
             return None
         return RankState(**json.loads(self._store.get(key)))
 
+    def _count(self, marks: int, *, dump: bool) -> None:
+        self._marks += marks
+        if self._dump_after_s > 0:
+            if dump:
+                faulthandler.dump_traceback_later(self._dump_after_s)
+            else:
+                faulthandler.cancel_dump_traceback_later()
+
     def _run(self) -> None:
         log = get_logger()
         while not self._stopped.wait(WRITE_EVERY_S):
             try:
                 report = self.look()
-            except RuntimeError as error:  # torch's store errors have no class of their own
+            except RuntimeError as error:
                 if self._now.thread is None:
                     return  # this rank has nothing more to do, and rank 0 took the store with it
-                reason = next(iter(str(error).splitlines()), "")
-                log.warning(Event.RANKS_STUCK, rank=self._rank, report=f"rank 0 and its store are gone: {reason}")
+                gone = f"rank 0 and its store are gone: {first_line(error)}"
+                log.warning(Event.RANKS_STUCK, rank=self._rank, report=gone)
                 return
             if report is not None:
                 log.error(Event.RANKS_STUCK, rank=self._rank, report=report)
 
 
 def explain(mine: RankState, states: dict[int, RankState | None], now: float) -> str:
-    """Name whom `mine` waits for: ranks that are silent, did fewer commands, or are outside the collective."""
-    waited_for = [rank for rank, state in states.items() if rank != mine.rank and _holds_up(mine, state, now)]
-    whom = f"rank {', '.join(map(str, waited_for))}" if waited_for else "no rank in particular: all are in it"
-    waits = f"rank {mine.rank} waits since {now - mine.since_s:.0f} s in {mine.collective or 'no collective'} of {mine.command}"
-    lines = [f"{waits} for {whom}"]
+    """Name whom `mine` waits for: ranks that are silent, are behind, or are outside the collective."""
+    lines = [_headline(mine, states, now)]
     lines += [f"  rank {rank}: {_line(state, now)}" for rank, state in sorted(states.items())]
     return "\n".join(lines)
+
+
+def _headline(mine: RankState, states: dict[int, RankState | None], now: float) -> str:
+    for_s = f"{now - mine.since_s:.0f} s"
+    if not mine.collective:
+        return f"rank {mine.rank} waits for no other: it is in no collective, for {for_s} in {mine.command}"
+    waited_for = [rank for rank, state in states.items() if rank != mine.rank and _holds_up(mine, state, now)]
+    whom = f"rank {', '.join(map(str, waited_for))}" if waited_for else "no rank in particular: all are in it"
+    return f"rank {mine.rank} waits since {for_s} in {mine.collective} ({mine.command}) for {whom}"
 
 
 def _holds_up(mine: RankState, other: RankState | None, now: float) -> bool:
     if other is None or now - other.written_s > SILENT_AFTER_S:
         return True
-    return other.commands_done < mine.commands_done or not other.collective or other.command != mine.command
+    return other.marks < mine.marks or not other.collective or other.command != mine.command
 
 
 def _line(state: RankState | None, now: float) -> str:
@@ -204,8 +239,9 @@ def is_of_collective(error: RuntimeError) -> bool:
 
 
 def stuck(name: str, error: RuntimeError, watchdog: Watchdog) -> str:
-    reason = next(iter(str(error).splitlines()), type(error).__name__)
-    try:
-        return f"the ranks' collective in {name!r} failed: {reason}\n{watchdog.report()}"
-    except RuntimeError:  # the store went with rank 0
-        return f"the ranks' collective in {name!r} failed: {reason}; rank 0 is gone"
+    return f"the ranks' collective in {name!r} failed: {first_line(error)}\n{watchdog.report()}"
+
+
+def first_line(error: Exception) -> str:
+    """What went wrong without torch's C++ stack, which follows on lines of its own."""
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -34,8 +34,9 @@ from async_rl.model.attention import PACKED, PackedSegments
 from async_rl.model.logprobs import HeadOptions, token_logprobs
 from async_rl.testing.batches import random_samples
 from async_rl.testing.tiny_models import make_tiny_model
+from async_rl.trainer.architecture import output_head
 from async_rl.trainer.packing import pack
-from async_rl.trainer.policy import PolicyModel, output_head
+from async_rl.trainer.policy import PolicyModel
 from async_rl.trainer.step import StepSettings, make_optimizer, train_step
 
 MODEL = {

@@ -278,7 +278,7 @@ def test_a_snapshot_is_the_same_gathered_and_through_shared_memory_of_which_noth
 def test_a_rank_that_waits_in_a_collective_can_say_for_whom(outcome: Outcome) -> None:
     (report,) = outcome.stats["stuck"]
     first, *lines = report.splitlines()
-    assert re.fullmatch(r"rank 0 waits since \d s in all_reduce of train for rank 1", first)
+    assert re.fullmatch(r"rank 0 waits since \d s in all_reduce \(train\) for rank 1", first)
     assert re.match(r"  rank 1: train for \d s, in no collective", lines[1])
 
 

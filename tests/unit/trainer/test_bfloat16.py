@@ -10,9 +10,10 @@ import torch
 from async_rl.algorithms.losses import LOSSES, ClipRange, LossSettings
 from async_rl.testing.batches import group_samples
 from async_rl.testing.tiny_models import TinyModel, save_tiny_model
+from async_rl.trainer.architecture import output_head
 from async_rl.trainer.distributed import joined_ranks
 from async_rl.trainer.packing import pack
-from async_rl.trainer.policy import PolicyOptions, load_policy, output_head, shard_policy
+from async_rl.trainer.policy import PolicyOptions, load_policy, shard_policy
 from async_rl.trainer.step import StepSettings, StepStats, make_optimizer, policy_logprobs, train_step
 
 LOGPROB_MEAN, LOGPROB_MAX = 0.02, 0.15
