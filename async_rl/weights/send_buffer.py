@@ -17,6 +17,7 @@ import xxhash
 from torch import nn
 
 from async_rl.errors import ManifestMismatch
+from async_rl.weights.copies import Copies
 from async_rl.weights.manifest import WIRE_DTYPES, Canary, Manifest, Probe, TensorEntry, Tolerance
 
 ALIGNMENT = 16
@@ -58,7 +59,8 @@ class TensorSpec:
 class SendBuffer:
     """A snapshot of a model's weights, in CPU memory. The trainer stood still for gather_s and cast_s.
 
-    gather_s: collecting shards from other ranks. cast_s: copying into the buffer, cast to the wire dtype.
+    gather_s: collecting shards from other ranks. cast_s: copying into the buffer, cast to the wire dtype, where that was not done
+    beside gathering.
     """
 
     slots: tuple[Slot, ...]
@@ -86,19 +88,20 @@ class SendBuffer:
         Raises: ManifestMismatch unless every tensor of the layout comes once, and no other.
         """
         slots = {slot.name: slot for slot in self.slots}
-        self.gather_s, self.cast_s, since = 0.0, 0.0, time.perf_counter()
-        for name, tensor in named_tensors:
-            gathered = time.perf_counter()
-            slot = slots.pop(name, None)
-            if slot is None or slot.shape != tuple(tensor.shape):
-                expected = "no tensor of that name" if slot is None else f"{name} of shape {slot.shape}"
-                raise ManifestMismatch(
-                    f"{name} {tuple(tensor.shape)}: the buffer was laid out for {expected} (or it came twice)"
-                )
-            slot.view(self.buckets).copy_(tensor.detach())
-            self.gather_s += gathered - since
-            since = time.perf_counter()
-            self.cast_s += since - gathered
+        gather_s, started = 0.0, time.perf_counter()
+        with Copies() as copies:
+            since = started
+            for name, tensor in named_tensors:
+                gather_s += time.perf_counter() - since
+                slot = slots.pop(name, None)
+                if slot is None or slot.shape != tuple(tensor.shape):
+                    expected = "no tensor of that name" if slot is None else f"{name} of shape {slot.shape}"
+                    raise ManifestMismatch(
+                        f"{name} {tuple(tensor.shape)}: the buffer was laid out for {expected} (or it came twice)"
+                    )
+                copies.add(slot.view(self.buckets), tensor.detach())
+                since = time.perf_counter()
+        self.gather_s, self.cast_s = gather_s, time.perf_counter() - started - gather_s
         if slots:
             raise ManifestMismatch(f"{len(slots)} tensors of the buffer's layout did not come, {next(iter(slots))} first")
 
@@ -106,9 +109,10 @@ class SendBuffer:
         """Copy parts in: (name, shard, index of its first element in the flattened whole). Others copy the rest."""
         slots = {slot.name: slot for slot in self.slots}
         started = time.perf_counter()
-        for name, shard, first in shards:
-            flat = slots[name].view(self.buckets).reshape(-1)
-            flat[first : first + shard.numel()].copy_(shard.detach().reshape(-1))
+        with Copies() as copies:
+            for name, shard, first in shards:
+                flat = slots[name].view(self.buckets).view(-1)
+                copies.add(flat[first : first + shard.numel()], shard.detach().reshape(-1))
         self.gather_s, self.cast_s = 0.0, time.perf_counter() - started
 
     @staticmethod
