@@ -59,8 +59,8 @@ class TensorSpec:
 class SendBuffer:
     """A snapshot of a model's weights, in CPU memory. The trainer stood still for gather_s and cast_s.
 
-    gather_s: collecting shards from other ranks. cast_s: copying into the buffer, cast to the wire dtype, where that was not done
-    beside gathering.
+    gather_s: collecting shards from other ranks. cast_s: copying into the buffer, cast to the wire dtype, as far as it was
+    not done beside gathering.
     """
 
     slots: tuple[Slot, ...]

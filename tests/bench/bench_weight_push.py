@@ -2,15 +2,18 @@
 
 python tests/bench/bench_weight_push.py [--out runs/bench] [--repeats 5] [--smoke]
 
-A push begins with the sender's tensors in the wire's dtype and ends when the slower receiver holds them in tensors of its own.
-`shm` writes them to a segment, and both receivers copy out of it; `gloo_buckets` copies them into the send buffer, broadcasts
-its buckets into a staging buffer and copies out of that. The baseline broadcasts each tensor from where it is to where it goes,
-over the same kind of group. Rounds of the three alternate. limit_share: bytes per second to each receiver over what one thread
-of this machine copies from memory to memory.
+A push begins when the sender holds all tensors in the wire's dtype, and ends when the slower receiver holds them in memory of
+its own. The baseline holds them as tensors and broadcasts each from where it is to where it goes; `gloo_buckets` holds them in
+the send buffer, into which the cast from the float32 masters writes them, and broadcasts its buckets over the same kind of
+group; `shm` holds them in a segment, out of which both receivers copy. Nobody's cast is counted: all three need one. Rounds of
+the three alternate. limit_share: bytes per second to each receiver over what one thread of this machine copies from memory to
+memory. `gloo_buckets_copied` and `shm_copied` are the same pushes with what only a snapshot costs: another copy from tensors
+into the buffer before, and with gloo one out of the staging memory afterwards.
 
 `blocked_share`: what the trainer stands still for (float32 masters copied and cast into the send buffer; on one rank there is
-nothing to gather), over the same push done inline: that, and sending, and applying, over Gloo. `blocked_share_with_probe` adds
-the trainer's forward pass over the probe to both.
+nothing to gather), over the same push done inline: that, sending, and applying over Gloo, where applying is the swap into the
+built-in engine's weights (in bfloat16, as the slower receiver does it). `blocked_share_with_probe` adds the trainer's forward
+pass over the probe to both.
 """
 
 from __future__ import annotations
@@ -35,6 +38,9 @@ from rich.table import Table
 
 from async_rl.model.attention import PACKED
 from async_rl.registry.versions import PushPlan
+from async_rl.rollout.attention import ATTENTION_NAME
+from async_rl.rollout.fused_llama import FusedLlamaForward
+from async_rl.rollout.weight_store import WeightStore
 from async_rl.testing.tiny_models import make_tiny_model
 from async_rl.trainer.policy import PolicyModel
 from async_rl.weights.collective_backend import CollectiveReceiver, CollectiveSender
@@ -71,22 +77,42 @@ def plan(store: str, generation: int) -> PushPlan:
 class ReceiverProcess:
     """The other end, in a process of its own: a line in, a line out."""
 
-    def __init__(self, index: int, manifests: Mapping[str, Manifest], stores: Mapping[str, str]) -> None:
+    def __init__(self, index: int, manifests: Mapping[str, Manifest], stores: Mapping[str, str], engine: WeightStore) -> None:
         self._index = index
         self._manifests = manifests
         self._own = {entry.name: torch.zeros(entry.shape, dtype=torch.bfloat16) for entry in manifests["gloo_buckets"].entries}
+        self._engine = engine
+        self._received: Mapping[str, torch.Tensor] = {}
+        self._staged: Mapping[str, torch.Tensor] = {}
         self._gloo, self._shm = CollectiveReceiver(timeout_s=TIMEOUT_S), ShmReceiver()
         self._plans = {kind: plan(stores[kind], generation) for generation, kind in enumerate(KINDS, 1)}
         self._group: PushGroup | None = None
 
     def take(self, kind: str) -> None:
+        """Until all of it is held here."""
         if kind == "per_tensor":
             self._take_each()
-            return
-        backend = self._gloo if kind == "gloo_buckets" else self._shm
-        received = backend.receive(self._plans[kind], RECEIVERS[self._index], self._manifests[kind])
-        for name, tensor in received.items():
+            self._received = self._own
+        elif kind == "gloo_buckets":
+            self._staged = self._gloo.receive(self._plans[kind], RECEIVERS[self._index], self._manifests[kind])
+            self._received = self._staged
+        else:
+            self._copy(self._shm.receive(self._plans[kind], RECEIVERS[self._index], self._manifests[kind]))
+
+    def _copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
             self._own[name].copy_(tensor)
+        self._received = self._own
+
+    def copy_and_apply(self, kind: str) -> tuple[float, float]:
+        """Seconds of a copy out of staging memory into other tensors, and of the engine's swap; of gloo_buckets alone."""
+        if kind != "gloo_buckets":
+            return 0.0, 0.0
+        received, started = self._received, time.perf_counter()
+        self._copy(received)
+        copied = time.perf_counter()
+        self._engine.copy(self._manifests[kind], received)
+        return copied - started, time.perf_counter() - copied
 
     def _take_each(self) -> None:
         if self._group is None:
@@ -97,24 +123,35 @@ class ReceiverProcess:
         self._group.broadcast(tuple(t.view(-1) for t in self._own.values()), deadline=deadline)
 
     def total(self) -> float:
-        return float(sum(tensor.double().sum() for tensor in self._own.values()))
+        return float(sum(tensor.double().sum() for tensor in self._received.values()))
 
     def clear(self) -> None:
-        for tensor in self._own.values():
+        """So that what is held afterwards has come."""
+        for tensor in (*self._own.values(), *self._staged.values()):
             tensor.zero_()
 
 
 def child(index: int, directory: Path) -> None:
     torch.set_num_threads(1)
     manifests = {kind: decode_manifest((directory / kind).read_bytes()) for kind in KINDS[1:]}
-    receiver = ReceiverProcess(index, manifests, json.loads((directory / "stores.json").read_text()))
+    stores, sizes = (json.loads((directory / name).read_text()) for name in ("stores.json", "sizes.json"))
+    receiver = ReceiverProcess(index, manifests, stores, make_engine(sizes))
     print("up", flush=True)
     for line in sys.stdin:
         receiver.clear()
         print("ready", flush=True)
         sys.stdin.readline()  # go
         receiver.take(line.strip())
-        print(time.monotonic(), receiver.total(), flush=True)
+        ended = time.monotonic()
+        print(ended, receiver.total(), *receiver.copy_and_apply(line.strip()), flush=True)
+
+
+def make_engine(sizes: Mapping[str, int]) -> WeightStore:
+    """The weights of the built-in engine, laid out as it decodes with them."""
+    model = make_tiny_model("llama_tied", attn_implementation=ATTENTION_NAME, **sizes)
+    model.bfloat16()
+    FusedLlamaForward(model)
+    return WeightStore(model)
 
 
 class Child:
@@ -142,14 +179,17 @@ class Child:
 # -- the sender ------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Round:
-    """Seconds of one push: filling the buffer (with gloo and shm), and from then until the slower receiver holds it."""
+    """Seconds of one push until the slower receiver holds it; of a copy into the send buffer before; of the slower receiver's
+    copy out of its staging memory; and of its engine's swap."""
 
-    fill_s: float
     move_s: float
+    fill_s: float = 0.0
+    copy_s: float = 0.0
+    apply_s: float = 0.0
 
     @property
-    def seconds(self) -> float:
-        return self.fill_s + self.move_s
+    def copied_s(self) -> float:
+        return self.fill_s + self.move_s + self.copy_s
 
 
 class Bench:
@@ -175,6 +215,7 @@ class Bench:
         }
         self._plans = {kind: plan(self._stores[kind], generation) for generation, kind in enumerate(KINDS, 1)}
         self._group: PushGroup | None = None
+        (directory / "sizes.json").write_text(json.dumps(dict(sizes)))
         self._write(directory)
         self._children = [Child(index, directory) for index in range(len(RECEIVERS))]
         for receiver in self._children:
@@ -192,10 +233,11 @@ class Bench:
         for receiver in self._children:
             receiver.say("go")
         self._send(kind)
-        ends, totals = zip(*(map(float, receiver.read().split()) for receiver in self._children), strict=True)
+        answers = [tuple(map(float, receiver.read().split())) for receiver in self._children]
+        ends, totals, copies, applies = zip(*answers, strict=True)
         if any(abs(total - self._expected) > 1e-6 * abs(self._expected) + 1e-6 for total in totals):
             raise RuntimeError(f"{kind}: the receivers do not hold what was sent")
-        return Round(filled - started, max(ends) - filled)
+        return Round(max(ends) - filled, filled - started, max(copies), max(applies))
 
     def snapshot(self) -> tuple[float, float]:
         """Seconds of a snapshot of the float32 masters, and of the trainer's pass over a probe."""
@@ -248,24 +290,33 @@ def measure(repeats: int, sizes: Mapping[str, int], shm_dir: Path) -> dict[str, 
         bench = Bench(Path(directory), sizes, shm_dir)
         try:
             rounds: dict[str, list[Round]] = {kind: [] for kind in KINDS}
-            snapshots, limits = [], []
+            snapshots: list[tuple[float, float]] = []
+            limits: list[float] = []
             for number in range(repeats + 1):  # the first round meets, maps and touches pages: not counted
                 for kind in KINDS:
                     rounds[kind].append(bench.push(kind))
                 snapshots.append(bench.snapshot())
                 limits.append(memcpy_bytes_per_s())
                 if number == 0:
-                    for seen in (*rounds.values(), snapshots, limits):
-                        seen.clear()
+                    rounds = {kind: [] for kind in KINDS}
+                    snapshots, limits = [], []
         finally:
             bench.close()
         num_bytes = bench.num_bytes
-    rates = {kind: [num_bytes / one.seconds / 1e9 for one in rounds[kind]] for kind in KINDS}
-    limit = statistics.median(limits) / 1e9
-    metrics = {kind: _rate(rates[kind], rates["per_tensor"], limit) for kind in ("shm", "gloo_buckets")}
-    moves = [one.move_s for one in rounds["gloo_buckets"]]
-    metrics["blocked_share"] = _share([copy for copy, _ in snapshots], moves)
-    metrics["blocked_share_with_probe"] = _share([copy + probe for copy, probe in snapshots], moves)
+    return figures(num_bytes, rounds, snapshots, statistics.median(limits) / 1e9)
+
+
+def figures(
+    num_bytes: int, rounds: Mapping[str, Sequence[Round]], snapshots: Sequence[tuple[float, float]], limit: float
+) -> dict[str, Metric]:
+    baseline = [num_bytes / one.move_s / 1e9 for one in rounds["per_tensor"]]
+    metrics = {}
+    for kind in ("shm", "gloo_buckets"):
+        metrics[kind] = _rate([num_bytes / one.move_s / 1e9 for one in rounds[kind]], baseline, limit)
+        metrics[f"{kind}_copied"] = _rate([num_bytes / one.copied_s / 1e9 for one in rounds[kind]], baseline, limit)
+    inline = [one.move_s + one.apply_s for one in rounds["gloo_buckets"]]
+    metrics["blocked_share"] = _share([copy for copy, _ in snapshots], inline)
+    metrics["blocked_share_with_probe"] = _share([copy + probe for copy, probe in snapshots], inline)
     return metrics
 
 
