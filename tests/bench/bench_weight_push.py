@@ -13,7 +13,7 @@ into the buffer before, and with gloo one out of the staging memory afterwards.
 `blocked_share`: what the trainer stands still for (float32 masters copied and cast into the send buffer; on one rank there is
 nothing to gather), over the same push done inline: that, sending, and applying over Gloo, where applying is the swap into the
 built-in engine's weights (in bfloat16, as the slower receiver does it). `blocked_share_with_probe` adds the trainer's forward
-pass over the probe to both.
+pass over the probe to both; `inline_*` are the seconds of its parts.
 """
 
 from __future__ import annotations
@@ -317,6 +317,10 @@ def figures(
     inline = [one.move_s + one.apply_s for one in rounds["gloo_buckets"]]
     metrics["blocked_share"] = _share([copy for copy, _ in snapshots], inline)
     metrics["blocked_share_with_probe"] = _share([copy + probe for copy, probe in snapshots], inline)
+    parts = {"snapshot": [copy for copy, _ in snapshots], "probe": [probe for _, probe in snapshots]}
+    parts["send"] = [one.move_s for one in rounds["gloo_buckets"]]
+    parts["apply"] = [one.apply_s for one in rounds["gloo_buckets"]]
+    metrics |= {f"inline_{name}": _seconds(values) for name, values in parts.items()}
     return metrics
 
 
@@ -330,7 +334,11 @@ def _share(blocked: Sequence[float], moved: Sequence[float]) -> Metric:
     """value: blocked over inline; baseline: seconds of the inline push."""
     inline = [stop + move for stop, move in zip(blocked, moved, strict=True)]
     share = statistics.median(stop / whole for stop, whole in zip(blocked, inline, strict=True))
-    return Metric(round(share, 4), "of the inline push", round(statistics.median(inline), 4), round(share, 4), None)
+    return Metric(round(share, 4), "inline", round(statistics.median(inline), 4), round(share, 4), None)
+
+
+def _seconds(values: Sequence[float]) -> Metric:
+    return Metric(round(statistics.median(values), 4), "s", None, None, None)
 
 
 def show(metrics: Mapping[str, Metric]) -> None:
@@ -339,8 +347,11 @@ def show(metrics: Mapping[str, Metric]) -> None:
         table.add_column(column, justify="left" if column == "metric" else "right")
     for name, metric in metrics.items():
         share = "" if metric.limit_share is None else f"{metric.limit_share:.2f}"
-        unit = "s" if name.startswith("blocked") else "GB/s"
-        table.add_row(name, f"{metric.value:.3f} {metric.unit}", f"{metric.baseline} {unit}", f"{metric.ratio:.2f}", share)
+        unit = "s" if name.startswith("blocked") else metric.unit
+        baseline = "" if metric.baseline is None else f"{metric.baseline} {unit}"
+        table.add_row(
+            name, f"{metric.value:.3f} {metric.unit}", baseline, "" if metric.ratio is None else f"{metric.ratio:.2f}", share
+        )
     Console().print(table)
 
 

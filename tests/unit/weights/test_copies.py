@@ -16,8 +16,7 @@ from async_rl.weights.send_buffer import SendBuffer
 
 @pytest.fixture(autouse=True)
 def one_torch_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(copies, "LARGE", 8)
-    monkeypatch.setattr(copies, "PIECE", 5)
+    monkeypatch.setattr(copies, "PIECE", 8)
     monkeypatch.setattr(copies, "MAX_PENDING", 3)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -25,7 +24,7 @@ def one_torch_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (7,), (8,), (41,), (6, 9)])
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (8,), (9,), (41,), (6, 9)])
 def test_every_element_arrives_in_the_wire_dtype(shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(1)
     source = torch.randn(shape, generator=generator)
