@@ -8,6 +8,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +19,10 @@ from async_rl.registry.redis_registry import RedisRegistry
 from async_rl.registry.versions import PushPlan
 from async_rl.testing.push_targets import FaultyEngine, TinyPolicy
 from async_rl.weights import backends
+from async_rl.weights.collective_backend import CollectiveReceiver
 from async_rl.weights.manifest import Manifest
 from async_rl.weights.receiver import Receiver
+from async_rl.weights.transports import GlooTransport
 from protocol.redis_client import RedisClient
 
 
@@ -100,19 +103,36 @@ class DoomedEngine(RecordingEngine):
         await super().serve(version)
 
 
+class DoomedGloo(GlooTransport):
+    """Its process dies, or stops, after the first bucket of a push, once it is `armed`."""
+
+    def __init__(self, fault: str) -> None:
+        self._fault = fault
+        self.armed = False
+
+    def broadcast(self, group: Any, tensor: torch.Tensor, *, timeout_s: float) -> None:
+        super().broadcast(group, tensor, timeout_s=timeout_s)
+        if self.armed:
+            self.armed = False
+            os.kill(os.getpid(), signal.Signals[self._fault])
+
+
 class DoomedReceiver:
     """Gets one bucket of the fatal version, if the transport has buckets; then its process dies, or stops."""
 
     def __init__(self, arguments: EngineArguments) -> None:
-        self._inner = backends.make_receiver(arguments.weights)
+        weights = arguments.weights
         self._arguments = arguments
+        self._transport = DoomedGloo(arguments.fault)
+        self._inner: backends.Receiver = backends.make_receiver(weights)
+        if weights.backend == "gloo":
+            self._inner = CollectiveReceiver(timeout_s=weights.deadline_s / 4, transport=self._transport)
 
     def receive(self, plan: PushPlan, engine_id: str, manifest: Manifest) -> Mapping[str, torch.Tensor]:
         if plan.version == self._arguments.at_version and self._arguments.at_phase == "receive":
-            if self._arguments.weights.backend == "gloo":
-                first = tuple(entry for entry in manifest.entries if entry.bucket == 0)
-                self._inner.receive(plan, engine_id, replace(manifest, entries=first, bucket_bytes=manifest.bucket_bytes[:1]))
-            os.kill(os.getpid(), signal.Signals[self._arguments.fault])
+            self._transport.armed = True
+            if self._arguments.weights.backend != "gloo":
+                os.kill(os.getpid(), signal.Signals[self._arguments.fault])
         return self._inner.receive(plan, engine_id, manifest)
 
     def reset(self) -> None:
