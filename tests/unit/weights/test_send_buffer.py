@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from async_rl.errors import ManifestMismatch
 from async_rl.testing.push_targets import TinyPolicy, tiny_probe
+from async_rl.weights import copies
 from async_rl.weights.manifest import Tolerance, bucket_views, check_layout, tensor_digest
 from async_rl.weights.send_buffer import SendBuffer, SendBufferPool, TensorSpec, named_weights
 
@@ -85,17 +87,26 @@ def test_the_pool_uses_released_memory_again_and_no_other() -> None:
     assert [slot.name for slot in third.slots if slot.is_buffer] == ["scale", "steps"]
 
 
-def test_tensors_are_read_one_at_a_time_so_that_shards_can_be_gathered_on_the_way() -> None:
-    copied: list[float] = []
-    buffer = SendBuffer.copy_from([(f"t{i}", torch.zeros(8)) for i in range(6)], "float32", bucket_bytes=64)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_was_gathered_is_let_go_on_the_way(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "PIECE", 8)
+    monkeypatch.setattr(copies, "MAX_PENDING", 2)
+    monkeypatch.setattr(copies.Copies.__init__, "__defaults__", (threads,))
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = 0
 
     def gather() -> Iterator[tuple[str, torch.Tensor]]:
-        for i in range(6):
-            yield f"t{i}", torch.full((8,), 10.0 * i)
-            copied.append(float(buffer.slots[i].view(buffer.buckets)[0]))
+        nonlocal most
+        for i in range(40):
+            tensor = torch.full((8,), 10.0 * i)
+            alive.add(tensor)
+            most = max(most, len(alive))
+            yield f"t{i}", tensor
 
+    buffer = SendBuffer.copy_from([(f"t{i}", torch.zeros(8)) for i in range(40)], "float32", bucket_bytes=64)
     buffer.fill(gather())
-    assert copied == [0, 10, 20, 30, 40, 50]
+    assert [float(slot.view(buffer.buckets)[0]) for slot in buffer.slots] == [10.0 * i for i in range(40)]
+    assert most <= 2 + threads + 2  # waiting, being copied, at hand and just made
     assert buffer.seconds == buffer.gather_s + buffer.cast_s
 
 
