@@ -120,8 +120,9 @@ async def test_an_engine_whose_proof_fails_does_not_serve_and_says_so(run: PushR
     await run.serves(2, "good")
     await run.until(lambda s: s.finished is not None and s.finished.plan.version == 2, 10)
     assert await publisher.drain(timeout_s=5)
-    assert run.stats[1].engines == ("good",)
-    assert reason in run.stats[1].failed["liar"]
+    push = next(stats for stats in run.stats if stats.version == 2 and stats.engines)  # a slow machine may need two plans
+    assert push.engines == ("good",)
+    assert any(reason in stats.failed.get("liar", "") for stats in run.stats)
     assert reason in withdrawn_path(run.directory, "liar").read_text()
     assert not served_path(run.directory, "liar", 2).exists()
 
