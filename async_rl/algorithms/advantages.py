@@ -10,6 +10,7 @@ from async_rl.algorithms.credit import AdvantageFn, AdvantageSettings, BoolArray
 from async_rl.algorithms.group_relative import dr_grpo, grpo, per_group, rloo
 from async_rl.algorithms.references import load_function
 from async_rl.algorithms.reinforce_pp import reinforce_pp, reinforce_pp_baseline
+from async_rl.algorithms.returns import trajectory_rewards
 from async_rl.algorithms.staleness import GroupVerdict
 from async_rl.errors import ShapeError
 from protocol.messages import TrajectoryGroup
@@ -20,6 +21,7 @@ ADVANTAGES: Mapping[str, AdvantageFn] = {
     "rloo": per_group(rloo),
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
+    "gae": trajectory_rewards,
 }
 
 

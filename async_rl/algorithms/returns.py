@@ -6,10 +6,20 @@ no discount, have no value of their own, and pass on what comes after them. A re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from async_rl.algorithms.credit import BoolArray, Float64Array
+from async_rl.algorithms.credit import AdvantageSettings, BoolArray, Float64Array, RewardGroup
 from async_rl.errors import ShapeError
+
+WHITEN_EPS = 1e-8
+"""Added to the standard deviation of a step's advantages."""
+
+
+def trajectory_rewards(groups: Sequence[RewardGroup], settings: AdvantageSettings) -> Sequence[Float64Array]:
+    """The rewards as they are, 0 where invalid: a critic spreads each over the tokens of its trajectory afterwards."""
+    return [group.spread(group.known) for group in groups]
 
 
 def discounted_returns(rewards_T: Float64Array, loss_mask_T: BoolArray, *, gamma: float) -> Float64Array:
@@ -48,6 +58,19 @@ def generalized_advantages(
         next_value = float(values_T[t])
         advantages[t], returns[t] = following, following + values_T[t]
     return advantages, returns
+
+
+def whitened(advantages: Sequence[Float64Array], loss_masks: Sequence[BoolArray]) -> list[Float64Array]:
+    """Shift and scale advantages, [T] per sample, to mean 0 and standard deviation 1 over all trained tokens; 0 elsewhere.
+
+    Fewer than two trained tokens, or advantages that do not differ, give 0. Source: Huang et al. 2022, "The 37 implementation
+    details of PPO", detail 7; over the step, not over a micro-batch.
+    """
+    trained = np.concatenate([*(rows[mask] for rows, mask in zip(advantages, loss_masks, strict=True)), np.zeros(0)])
+    if len(trained) < 2 or (trained == trained[0]).all():
+        return [np.zeros(len(rows)) for rows in advantages]
+    mean, scale = trained.mean(), trained.std(ddof=1) + WHITEN_EPS
+    return [np.where(mask, (rows - mean) / scale, 0.0) for rows, mask in zip(advantages, loss_masks, strict=True)]
 
 
 def _require_rows(*arrays: Float64Array | BoolArray) -> None:

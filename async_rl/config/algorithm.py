@@ -11,8 +11,8 @@ from pydantic import Field
 from async_rl.config.base import StrictModel
 
 LOSS_NAMES: Final = ("decoupled_clip", "clipped_surrogate", "gspo", "gmpo", "cispo", "policy_gradient")
-ADVANTAGE_NAMES: Final = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
-NEEDS_NO_GROUP: Final = ("reinforce_pp",)
+ADVANTAGE_NAMES: Final = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae")
+NEEDS_NO_GROUP: Final = ("reinforce_pp", "gae")
 """Estimators that do not compare the members of a group."""
 
 AggregationName = Literal["token_mean", "sequence_mean_of_means", "sequence_mean_of_sums", "constant"]
@@ -31,7 +31,8 @@ class AlgorithmConfig(StrictModel):
     `module:function` of your own."""
     advantage: str = "grpo"
     """Credit of a trajectory: `grpo` ((r − mean)/std of its group), `dr_grpo` (r − mean), `rloo` (leave one out),
-    `reinforce_pp` (whitened over the batch), `reinforce_pp_baseline` (r − mean, whitened), or `module:function`."""
+    `reinforce_pp` (whitened over the batch), `reinforce_pp_baseline` (r − mean, whitened), `gae` (per token, from the critic of
+    [critic]), or `module:function`."""
     credit: Literal["trajectory", "turns"] = "trajectory"
     """`trajectory`: all of its tokens get its advantage. `turns`: with grpo and dr_grpo, and environments that reward turns: a
     token gets what its turn and the later ones earned, relative to the turns of its group."""
@@ -100,3 +101,22 @@ class AlgorithmConfig(StrictModel):
         if self.aggregation is not None:
             return self.aggregation
         return "sequence_mean_of_means" if self.loss in SEQUENCE_LOSSES else "token_mean"
+
+
+class CriticConfig(StrictModel):
+    """The value model of `algorithm.advantage = "gae"`: a trunk of its own, and a head of one number."""
+
+    path: Path | None = Field(None, strict=False)
+    """Model directory that its trunk starts from; its head starts at 0. Unset: model.path."""
+    learning_rate: float = Field(1e-5, gt=0)
+    """Peak learning rate of its AdamW. Schedule, betas, weight decay and gradient clip are the trainer's."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount per trained token."""
+    gae_lambda: float = Field(0.95, ge=0, le=1)
+    """λ of the generalised advantages. 1: unbiased whatever the critic says; less: less variance, and the critic's own bias."""
+    whiten: bool = True
+    """Shift and scale a step's advantages to mean 0 and standard deviation 1 over its trained tokens."""
+    value_clip: float | None = Field(0.2, gt=0)
+    """On one batch a value moves by no more than this, in units of the return. Unset: unbounded."""
+    updates_per_step: int = Field(1, ge=1)
+    """Optimizer steps of the critic on the tokens of each step of the policy."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from async_rl.config.algorithm import ADVANTAGE_NAMES, LOSS_NAMES, NEEDS_NO_GROUP
+from async_rl.config.algorithm import ADVANTAGE_NAMES, LOSS_NAMES, NEEDS_NO_GROUP, SEQUENCE_LOSSES, CriticConfig
 from async_rl.config.run import RunConfig
 from async_rl.errors import ConfigError
 
@@ -108,6 +108,22 @@ def _turn_credit(config: RunConfig) -> Iterator[str]:
         )
     if algorithm.credit != "turns" and algorithm.turn_discount != 1.0:
         yield f"algorithm.turn_discount={algorithm.turn_discount} has no effect with algorithm.credit='trajectory'; remove it"
+
+
+def _critic(config: RunConfig) -> Iterator[str]:
+    advantage, loss = config.algorithm.advantage, config.algorithm.loss
+    if advantage != "gae":
+        for name, default in CriticConfig():
+            if getattr(config.critic, name) != default:
+                yield (
+                    f"critic.{name}={getattr(config.critic, name)!s} has no effect with algorithm.advantage={advantage!r}, "
+                    "which has no critic; set algorithm.advantage='gae', or remove it"
+                )
+    elif loss in SEQUENCE_LOSSES:
+        yield (
+            f"algorithm.loss={loss!r} has one ratio for a whole sequence, and algorithm.advantage='gae' credits each token: "
+            "their gradient would be no policy gradient; use a loss per token such as algorithm.loss='decoupled_clip'"
+        )
 
 
 def _reward_shape(config: RunConfig) -> Iterator[str]:
@@ -337,6 +353,7 @@ CHECKS: Sequence[Check] = (
     _aggregation,
     _reference,
     _turn_credit,
+    _critic,
     _reward_shape,
     _lag_of_one_batch,
     _context,

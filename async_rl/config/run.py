@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from async_rl.config.algorithm import AlgorithmConfig
+from async_rl.config.algorithm import AlgorithmConfig, CriticConfig
 from async_rl.config.base import StrictModel
 from async_rl.config.evaluation import EvaluationConfig
 from async_rl.config.rollout import DataConfig, EnvironmentConfig, RewardConfig, RolloutConfig
@@ -108,6 +108,7 @@ class RunConfig(StrictModel):
     rollout: RolloutConfig = RolloutConfig()
     staleness: StalenessConfig = StalenessConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     trainer: TrainerConfig = TrainerConfig()
     validation: ValidationConfig = ValidationConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -79,11 +79,11 @@ class ValidationConfig(StrictModel):
     """What the trainer looks at before it trains."""
 
     tokens_per_step: int = Field(256, ge=0)
-    """Tokens whose logprobs are recomputed before a batch is drawn, of trajectories that the present version or the one before
-    it sampled; 0: none. Masks, stop tokens, versions and lengths are checked on all."""
+    """Tokens whose logprobs are recomputed before a batch is drawn, of trajectories that the present version or the kept one
+    sampled; 0: none. Masks, stop tokens, versions and lengths are checked on all."""
     keep_previous: bool = True
-    """Keep a copy of the weights before the last step (float32, sharded like the model), to recompute what those sampled: in a
-    run that never waits, that is nearly everything."""
+    """Keep a copy of the weights of one earlier version (float32, sharded like the model) until tokens that it sampled were
+    compared or are too old: in a run that never waits, nearly everything was sampled by an earlier version."""
     tolerance: float = Field(1e-3, gt=0)
     """Largest |recorded − recomputed| logprob in float32, nats; in bfloat16 the mean may be ten times the noise at load."""
     keep_files: int = Field(100, ge=0)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from async_rl.algorithms.advantages import ADVANTAGES
 from async_rl.algorithms.credit import AdvantageSettings, RewardGroup
 from async_rl.algorithms.kl import KlEstimator, KlForm, kl_loss
 from async_rl.algorithms.losses import LOSSES, ClipRange, LossSettings, LossTokens
+from async_rl.algorithms.returns import generalized_advantages
 
 VOCABULARY, LENGTH = 3, 4
 NUM_SEQUENCES = VOCABULARY**LENGTH
@@ -81,8 +83,12 @@ def expected_gradient(
     *,
     baseline: float = 0.0,
     proximal: Tensor | None = None,
+    advantages: Tensor | None = None,
 ) -> Tensor:
-    """E over the behavior policy of the gradient of the loss, summed over each sequence's tokens."""
+    """E over the behavior policy of the gradient of the loss, summed over each sequence's tokens.
+
+    advantages: [81, 4], in place of the reward minus the baseline on every token.
+    """
     logits = policy.clone().requires_grad_()
     own, sampled = logprobs(logits), logprobs(behavior)
     anchor = own.detach() if proximal is None else logprobs(proximal)
@@ -90,13 +96,34 @@ def expected_gradient(
         own.flatten(),
         anchor.flatten(),
         sampled.flatten(),
-        (rewards - baseline).repeat_interleave(LENGTH),
+        (rewards - baseline).repeat_interleave(LENGTH) if advantages is None else advantages.flatten(),
         torch.ones(NUM_SEQUENCES * LENGTH, dtype=torch.bool),
         torch.arange(NUM_SEQUENCES).repeat_interleave(LENGTH),
         NUM_SEQUENCES,
     )
     losses = LOSSES[loss](tokens, settings).token_losses.view(NUM_SEQUENCES, LENGTH).sum(1)
     return torch.autograd.grad((sampled.sum(1).exp() * losses).sum(), logits)[0]
+
+
+def state_values(policy: Tensor, rewards: Tensor) -> Tensor:
+    """The expected reward after each prefix, [40]: what a perfect critic says."""
+    rows, _ = paths()
+    probabilities = logprobs(policy).sum(1).exp()
+    reached, earned = (torch.zeros(NUM_PREFIXES, dtype=torch.float64) for _ in range(2))
+    for t in range(LENGTH):
+        reached.index_add_(0, rows[:, t], probabilities)
+        earned.index_add_(0, rows[:, t], probabilities * rewards)
+    return earned / reached
+
+
+def critic_advantages(values: Tensor, rewards: Tensor, *, gae_lambda: float) -> Tensor:
+    """Generalised advantages [81, 4] of every sequence under a critic that says `values` [40] of the prefixes."""
+    said, rewards_T, mask = values[paths()[0]].numpy(), np.zeros(LENGTH), np.ones(LENGTH, dtype=np.bool_)
+    advantages = []
+    for own, reward in zip(said, rewards.tolist(), strict=True):
+        rewards_T[-1] = reward
+        advantages.append(generalized_advantages(rewards_T, own, mask, gamma=1.0, gae_lambda=gae_lambda)[0])
+    return torch.from_numpy(np.array(advantages))
 
 
 def expected_group_gradient(estimator: str, policy: Tensor, rewards: Tensor, *, group_size: int) -> Tensor:

@@ -7,13 +7,18 @@ from dataclasses import replace
 import torch
 
 from async_rl.config.run import RunConfig
+from async_rl.trainer.critic import Critic
 from async_rl.trainer.distributed import Ranks
 from async_rl.trainer.learner import Learner
 from async_rl.trainer.policy import PolicyOptions, load_policy
+from async_rl.trainer.value_model import load_value_model
 
 
 def make_learner(config: RunConfig, ranks: Ranks) -> Learner:
-    """Load the policy of model.path, sharded over `ranks`. Every rank calls it. Raises: ConfigError, DataError."""
+    """Load the policy of model.path, with the reference and the critic that the config asks for, sharded over `ranks`.
+
+    Every rank calls it. Raises: ConfigError, DataError.
+    """
     trainer = config.trainer
     torch.set_num_threads(trainer.num_threads)
     torch.use_deterministic_algorithms(trainer.device == "cpu")
@@ -30,7 +35,12 @@ def make_learner(config: RunConfig, ranks: Ranks) -> Learner:
         path = config.algorithm.reference or config.model.path
         reference = load_policy(path, options=replace(options, measure_rounding=False, canary_dtype=None), mesh=ranks.mesh)
         reference.requires_grad_(False)
-    return Learner(config, load_policy(config.model.path, options=options, mesh=ranks.mesh), ranks, reference=reference)
+    critic = None
+    if config.algorithm.advantage == "gae":
+        path = config.critic.path or config.model.path
+        critic = Critic(load_value_model(path, options=options, mesh=ranks.mesh), config)
+    policy = load_policy(config.model.path, options=options, mesh=ranks.mesh)
+    return Learner(config, policy, ranks, reference=reference, critic=critic)
 
 
 def rounds(config: RunConfig) -> bool:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -36,6 +36,8 @@ from torch.optim import AdamW
 
 from async_rl.errors import CheckpointError, EpochFenced
 from async_rl.run_dir.layout import fsync_directory
+from async_rl.trainer.critic import Critic
+from async_rl.trainer.packed_model import persistent_buffers
 from async_rl.trainer.policy import PolicyModel
 from protocol.messages import Json
 
@@ -44,6 +46,7 @@ META = "meta.json"
 COMPLETE = "complete.json"
 MODEL_FILES = "model"
 HASH_BLOCK_BYTES = 2**22
+MODEL, CRITIC = "model.", "critic."
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +88,20 @@ class CheckpointState:
 
 
 def save_checkpoint(
-    directory: Path, policy: PolicyModel, optimizer: AdamW, *, step: int, meta: Mapping[str, Json] | None = None
+    directory: Path,
+    policy: PolicyModel,
+    optimizer: AdamW,
+    *,
+    step: int,
+    meta: Mapping[str, Json] | None = None,
+    critic: Critic | None = None,
 ) -> Path:
     """Write directory/step_{step}; every rank calls it, and returns when the checkpoint is complete and durable.
 
     A complete checkpoint of the same step is replaced. On failure nothing of it is left, and older ones are untouched.
     Raises: CheckpointError, on every rank, naming path and bytes, if it cannot be written.
     """
-    state = CheckpointState(checkpoint_tensors(policy, optimizer), policy.source, policy.rank, policy.group)
+    state = CheckpointState(checkpoint_tensors(policy, optimizer, critic), policy.source, policy.rank, policy.group)
     return write_checkpoint(directory, state, step=step, meta=meta or {})
 
 
@@ -128,16 +137,16 @@ def write_checkpoint(
     return final
 
 
-def load_checkpoint(checkpoint: Checkpoint, policy: PolicyModel, optimizer: AdamW) -> None:
+def load_checkpoint(checkpoint: Checkpoint, policy: PolicyModel, optimizer: AdamW, critic: Critic | None = None) -> None:
     """Load parameters, moments and random state in place, resharded to the ranks of now. Every rank calls it.
 
     The random state is this rank's own, or rank 0's for a rank that did not exist when it was saved.
-    Raises: CheckpointError if the checkpoint's tensors are not the policy's (names or shapes).
+    Raises: CheckpointError if the checkpoint's tensors are not those of policy and critic (names or shapes).
     """
     reader = FileSystemReader(checkpoint.path)
     try:
         saved = reader.read_metadata().state_dict_metadata
-        state = checkpoint_tensors(policy, optimizer, with_random=False)
+        state = checkpoint_tensors(policy, optimizer, critic, with_random=False)
         _refuse_other_model(checkpoint.path, state, saved)
         rng_key = f"rng.{policy.rank}" if f"rng.{policy.rank}" in saved else "rng.0"
         state[rng_key] = torch.get_rng_state()
@@ -216,18 +225,21 @@ def prune_checkpoints(directory: Path, *, keep: int, newer_than_s: float = 0.0, 
     return removed
 
 
-def model_state(path: Path) -> dict[str, Tensor]:
-    """Read a checkpoint's parameters and buffers, whole and float32, by their Hugging Face names (tied ones once)."""
+def model_state(path: Path, prefix: str = MODEL) -> dict[str, Tensor]:
+    """Read a checkpoint's parameters and buffers, whole and float32, by their Hugging Face names (tied ones once).
+
+    prefix: MODEL for the policy, CRITIC + MODEL for the critic (nothing without one).
+    """
     reader = FileSystemReader(path)
     saved = reader.read_metadata().state_dict_metadata
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in saved.items()
-        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }
     with _alone_is_fine():
         dcp_load(dict(state), storage_reader=reader, no_dist=True)
-    return {name.removeprefix("model."): tensor for name, tensor in state.items()}
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
 
 @contextmanager
@@ -241,16 +253,26 @@ def _alone_is_fine(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         yield
 
 
-def checkpoint_tensors(policy: PolicyModel, optimizer: AdamW, *, with_random: bool = True) -> dict[str, Tensor]:
-    """Every live tensor under a flat name: `model.<name>`, `optimizer.<name>.<moment>`, `rng.<rank>`."""
-    state: dict[str, Tensor] = {}
-    for name, parameter in policy.hf.named_parameters():
-        state[f"model.{name}"] = parameter.detach()
-        for key, value in _moments(optimizer, parameter).items():
-            state[f"optimizer.{name}.{key}"] = value
-    state.update((f"model.{name}", buffer) for name, buffer in policy.named_persistent_buffers())
+def checkpoint_tensors(
+    policy: PolicyModel, optimizer: AdamW, critic: Critic | None = None, *, with_random: bool = True
+) -> dict[str, Tensor]:
+    """Every live tensor under a flat name: `model.<name>`, `optimizer.<name>.<moment>`, `rng.<rank>`, and the critic's likewise
+    behind `critic.`."""
+    state = _trained_tensors("", policy.hf, optimizer)
+    if critic is not None:
+        state.update(_trained_tensors(CRITIC, critic.model, critic.optimizer))
     if with_random:
         state[f"rng.{policy.rank}"] = torch.get_rng_state()
+    return state
+
+
+def _trained_tensors(prefix: str, module: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        state[f"{prefix}{MODEL}{name}"] = parameter.detach()
+        for key, value in _moments(optimizer, parameter).items():
+            state[f"{prefix}optimizer.{name}.{key}"] = value
+    state.update((f"{prefix}{MODEL}{name}", buffer) for name, buffer in persistent_buffers(module))
     return state
 
 
@@ -266,6 +288,10 @@ def _moments(optimizer: AdamW, parameter: torch.nn.Parameter) -> dict[str, Tenso
 
 def _refuse_other_model(path: Path, state: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
     names = {name for name in saved if not name.startswith("rng.")}
+    has_critic, wants_critic = (any(name.startswith(CRITIC) for name in given) for given in (names, state))
+    if has_critic != wants_critic:
+        what = "has a critic, which this run has not" if has_critic else "has no critic, which algorithm.advantage='gae' trains"
+        raise CheckpointError(f"checkpoint {path} {what}; set algorithm.advantage as that run did, or start a new run")
     if names != set(state):
         example = sorted(names ^ set(state))[0]
         raise CheckpointError(f"checkpoint {path} is of another model or optimizer (e.g. {example}); start a new run from it")

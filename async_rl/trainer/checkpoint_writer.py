@@ -22,6 +22,7 @@ from torch.optim import AdamW
 
 from async_rl.errors import CheckpointError, DeadlineExceeded, EpochFenced
 from async_rl.trainer.checkpoint import CheckpointState, checkpoint_tensors, write_checkpoint
+from async_rl.trainer.critic import Critic
 from async_rl.trainer.memory import give_back
 from async_rl.trainer.policy import PolicyModel
 from protocol.messages import Json
@@ -44,10 +45,19 @@ class WriteRequest:
 class CheckpointWriter:
     """One rank's writer. Every rank makes one, and calls `start` for the same checkpoints."""
 
-    def __init__(self, directory: Path, policy: PolicyModel, optimizer: AdamW, *, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        policy: PolicyModel,
+        optimizer: AdamW,
+        *,
+        critic: Critic | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
         self._directory = directory
         self._policy = policy
         self._optimizer = optimizer
+        self._critic = critic
         self._timeout_s = timeout_s
         self._group: dist.ProcessGroup | None = None
         self._mesh: DeviceMesh | None = None
@@ -102,7 +112,7 @@ class CheckpointWriter:
             give_back()
 
     def _copy(self) -> CheckpointState:
-        live = checkpoint_tensors(self._policy, self._optimizer)
+        live = checkpoint_tensors(self._policy, self._optimizer, self._critic)
         with torch.no_grad():
             tensors = {name: self._copy_of(name, tensor) for name, tensor in live.items()}
         return CheckpointState(tensors, self._policy.source, self._policy.rank, self._group)

@@ -1,4 +1,4 @@
-"""A copy of the weights before the last step: in a pipeline that never waits, most tokens were sampled by those."""
+"""A copy of the weights of one earlier version: in a pipeline that never waits, most tokens were sampled by such a one."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ class KeptWeights:
 
     def __init__(self) -> None:
         self.version: int | None = None
+        self.is_compared = False
+        """Whether tokens that it sampled were compared, so that another version may take its place."""
         self._tensors: list[Tensor] = []
 
     @torch.no_grad()
@@ -28,6 +30,7 @@ class KeptWeights:
         for kept, tensor in zip(self._tensors, live, strict=True):
             kept.copy_(tensor)
         self.version = version
+        self.is_compared = False
 
     @contextmanager
     def in_place(self, policy: PolicyModel) -> Iterator[None]:

@@ -19,17 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from async_rl.algorithms.kl import kl_penalty
 from async_rl.config.run import RunConfig
 from async_rl.errors import AsyncRLError, DeadlineExceeded
 from async_rl.logs import Event, get_logger
 from async_rl.run_dir.intake_log import Position, newest_epoch
 from async_rl.run_dir.layout import RunLayout
-from async_rl.trainer.checkpoint import Checkpoint, find_latest, load_checkpoint, open_checkpoint
+from async_rl.trainer.checkpoint import CRITIC, Checkpoint, find_latest, load_checkpoint, open_checkpoint
 from async_rl.trainer.checkpoint_writer import CheckpointWriter, WriteRequest
 from async_rl.trainer.commands import receive_command, send_command
 from async_rl.trainer.compute import ComputeThread
-from async_rl.trainer.credit import Credit, Penalties
+from async_rl.trainer.critic import Critic, CriticStats, MicroBatchTargets
 from async_rl.trainer.distributed import Ranks
 from async_rl.trainer.intake import ComposedStep
 from async_rl.trainer.kept_weights import KeptWeights
@@ -41,7 +40,8 @@ from async_rl.trainer.samples import TrainingSample
 from async_rl.trainer.schedule import Schedule
 from async_rl.trainer.snapshots import Snapshots
 from async_rl.trainer.step import OtherLogprobs, StepStats, make_optimizer, policy_logprobs, train_step
-from async_rl.trainer.step_metrics import step_stats_metrics
+from async_rl.trainer.step_credit import StepCredit
+from async_rl.trainer.step_metrics import critic_metrics, step_stats_metrics
 from async_rl.trainer.watchdog import WAITING_FOR_COMMAND, is_of_collective, stuck
 from async_rl.weights.canary import FLOAT32_SLACK
 from async_rl.weights.manifest import Canary, Probe, Tolerance
@@ -52,35 +52,38 @@ IDLE_EVERY_S = 10.0
 
 
 class Learner:
-    """Policy, optimizer and schedule of one rank. Rank 0's methods involve every rank; the others run `follow`."""
+    """Policy, critic, optimizers and schedules of one rank. Rank 0's methods involve every rank; the others run `follow`."""
 
-    def __init__(self, config: RunConfig, policy: PolicyModel, ranks: Ranks, *, reference: PolicyModel | None = None) -> None:
-        """reference: the frozen policy of the KL term; needed with algorithm.kl_coef above 0."""
+    def __init__(
+        self,
+        config: RunConfig,
+        policy: PolicyModel,
+        ranks: Ranks,
+        *,
+        reference: PolicyModel | None = None,
+        critic: Critic | None = None,
+    ) -> None:
+        """reference: the frozen policy of the KL term; needed with algorithm.kl_coef above 0. critic: needed with gae."""
         self._config = config
         self._policy = policy
         self._reference = reference
+        self._critic = critic
         self._ranks = ranks
         self._layout = RunLayout(Path(config.run_dir))
         trainer = config.trainer
         self.optimizer = make_optimizer(
             policy, learning_rate=trainer.learning_rate, betas=trainer.betas, weight_decay=trainer.weight_decay
         )
-        self._schedule = Schedule(
-            peak=trainer.learning_rate,
-            name=trainer.schedule,
-            warmup_steps=trainer.warmup_steps,
-            max_steps=trainer.max_steps,
-            final_fraction=trainer.final_lr_fraction,
-        )
+        self._schedule = Schedule.from_config(trainer, trainer.learning_rate)
         self._settings = step_settings(config, on_micro_batch=self._mark_micro_batch)
-        self._credit = Credit.from_config(config.algorithm)
+        self._credit = StepCredit(config, self._call)
         self.work = Work(explain=ranks.report)
         """The command that this rank runs now; progress is marked at every micro-batch."""
         self.thread = ComputeThread()
         """Where rank 0 calls the methods that compute, while its event loop goes on."""
         self._snapshots = Snapshots(config, policy, ranks)
         self._writer = CheckpointWriter(
-            self._layout.checkpoints_dir, policy, self.optimizer, timeout_s=config.trainer.idle_timeout_s
+            self._layout.checkpoints_dir, policy, self.optimizer, critic=critic, timeout_s=trainer.idle_timeout_s
         )
         self._steps_done = 0
         self._batch_version = 0
@@ -91,6 +94,7 @@ class Learner:
             "train": self._do_train,
             "proximal": self._do_proximal,
             "reference": self._do_reference,
+            "values": self._do_values,
             "score": self._do_score,
             "gather": self._snapshots.do,
             "save": self._do_save,
@@ -114,23 +118,30 @@ class Learner:
         return Progress.from_checkpoint(checkpoint)
 
     def begin_batch(self, batch: Sequence[ComposedStep]) -> None:
-        """Fix the proximal policy of a drawn batch: the policy as it is now. The first step's own logprobs are those."""
+        """Fix the proximal policy of a drawn batch: the policy as it is now. The first step's own logprobs are those. Fix the
+        critic's values likewise."""
         self._batch_version = batch[0].record.version
         self._proximal.clear()
-        later = [sample for step in batch[1:] for sample in self._credit.samples(step)]
+        self._credit.begin_batch(batch)
+        later = self._credit.samples(batch[1:])
         if later and not self._interpolates:
             self._call("proximal", {"samples": later})
 
     def train(self, step: ComposedStep) -> StepResult:
         """One optimizer step on what the record says."""
-        version = step.record.version
+        version, credited = step.record.version, self._credit.credited(step)
+        targets = credited.targets
         payload = {
-            "samples": self._samples(step),
+            "samples": credited.samples,
             "since_proximal": version - self._batch_version,
             "keep": version if self._keeps(version) else None,
+            "old_values": [] if targets is None else list(targets.old_values),
+            "returns": [] if targets is None else list(targets.returns),
         }
-        stats: StepStats = self._call("train", payload)
-        return StepResult(None if stats.skip_reason is None else stats.skip_reason.value, step_stats_metrics(stats))
+        done: tuple[StepStats, CriticStats | None] = self._call("train", payload)
+        stats, of_critic = done
+        metrics = step_stats_metrics(stats) | ({} if targets is None else critic_metrics(targets, of_critic))
+        return StepResult(None if stats.skip_reason is None else stats.skip_reason.value, metrics)
 
     def snapshot(self, probe_sequences: Sequence[Sequence[int]]) -> tuple[SendBuffer, Probe]:
         """Copy the weights into a send buffer, and score the probe under them."""
@@ -153,13 +164,21 @@ class Learner:
 
     @property
     def kept_version(self) -> int | None:
-        """The version before the last step, if its weights were kept and engines had them."""
+        """An earlier version whose weights are at hand, and which engines had."""
         return self._kept.version
 
+    def mark_compared(self) -> None:
+        """Tokens of kept_version were compared: the next version may take its place."""
+        self._kept.is_compared = True
+
     def _keeps(self, version: int) -> bool:
-        validation = self._config.validation
+        """Whether to keep the weights of `version` before the step that leaves them; what is kept stays until its tokens were
+        compared, or are too old, however late they arrive."""
+        validation, kept = self._config.validation, self._kept
         was_pushed = version % self._config.weights.push_every == 0
-        return validation.keep_previous and validation.tokens_per_step > 0 and was_pushed
+        if not validation.keep_previous or validation.tokens_per_step == 0 or not was_pushed:
+            return False
+        return kept.version is None or kept.is_compared or version + 1 - kept.version > self._config.staleness.max_lag
 
     def scores(
         self, sequences: Sequence[Any], *, temperature: float, head: Path | None = None, previous: bool = False
@@ -203,8 +222,11 @@ class Learner:
         return done
 
     def full_weights(self) -> dict[str, Tensor]:
-        """A copy of every tensor of the policy, whole. For one rank alone."""
-        return {name: tensor.clone() for name, tensor in self._policy.named_full_tensors()}
+        """A copy of every tensor of the policy, and of the critic behind `critic.`, whole. For one rank alone."""
+        weights = {name: tensor.clone() for name, tensor in self._policy.named_full_tensors()}
+        if self._critic is not None:
+            weights |= {f"{CRITIC}{name}": tensor.clone() for name, tensor in self._critic.model.named_full_tensors()}
+        return weights
 
     def idle(self) -> None:
         """Keep the other ranks' collectives from timing out while rank 0 waits for groups."""
@@ -257,7 +279,7 @@ class Learner:
                     raise
                 raise DeadlineExceeded(stuck(name, error, watchdog)) from error
 
-    def _do_train(self, payload: Mapping[str, Any]) -> StepStats:
+    def _do_train(self, payload: Mapping[str, Any]) -> tuple[StepStats, CriticStats | None]:
         samples: Sequence[TrainingSample] = payload["samples"]
         micro_batches = self._own_micro_batches(samples)
         if payload["keep"] is not None:
@@ -275,24 +297,48 @@ class Learner:
             ),
         )
         self._steps_done += stats.applied
-        return stats
+        return stats, self._teach_critic(payload, micro_batches, stats) if stats.applied else None
+
+    def _teach_critic(
+        self, payload: Mapping[str, Any], micro_batches: Sequence[MicroBatch], stats: StepStats
+    ) -> CriticStats | None:
+        if self._critic is None:
+            return None
+        old_values, returns = (
+            {index: torch.from_numpy(values.copy()) for index, values in enumerate(payload[name])}
+            for name in ("old_values", "returns")
+        )
+        targets = [MicroBatchTargets(lay_out(one, old_values), lay_out(one, returns)) for one in micro_batches]
+        return self._critic.learn(
+            micro_batches,
+            targets,
+            num_tokens=stats.num_trained_tokens,
+            step=self._steps_done,
+            on_micro_batch=self._mark_micro_batch,
+        )
 
     def _do_proximal(self, payload: Mapping[str, Any]) -> None:
         samples: Sequence[TrainingSample] = payload["samples"]
-        for sample, values in zip(samples, self._logprobs_of_all(self._policy, samples), strict=True):
+        logprobs = self._of_all(samples, partial(policy_logprobs, self._policy))
+        for sample, values in zip(samples, logprobs, strict=True):
             self._proximal[sample.task_id, sample.member] = values
 
     def _do_reference(self, payload: Mapping[str, Any]) -> list[Tensor]:
         if self._reference is None:
             raise AsyncRLError("algorithm.kl_coef is above 0, but no reference policy was loaded")
-        return self._logprobs_of_all(self._reference, payload["samples"])
+        return self._of_all(payload["samples"], partial(policy_logprobs, self._reference))
 
-    def _logprobs_of_all(self, policy: PolicyModel, samples: Sequence[TrainingSample]) -> list[Tensor]:
-        """Logprobs of every sample's tokens: each rank its share, then everyone has all of them."""
+    def _do_values(self, payload: Mapping[str, Any]) -> list[Tensor]:
+        if self._critic is None:
+            raise AsyncRLError("algorithm.advantage is 'gae', but no critic was loaded")
+        return self._of_all(payload["samples"], self._critic.values)
+
+    def _of_all(self, samples: Sequence[TrainingSample], compute: Callable[..., list[Tensor]]) -> list[Tensor]:
+        """A number for every token of every sample: each rank computes its share, then everyone has all of them."""
         micro_batches = self._own_micro_batches(samples)
-        own = unpack(micro_batches, policy_logprobs(policy, micro_batches, on_micro_batch=self._mark_micro_batch))
+        own = unpack(micro_batches, compute(micro_batches, on_micro_batch=self._mark_micro_batch))
         starts = np.concatenate(([0], np.cumsum([len(sample) for sample in samples])))
-        everything = torch.zeros(int(starts[-1]), device=policy.device)
+        everything = torch.zeros(int(starts[-1]), device=self._policy.device)
         for index, values in own.items():
             everything[starts[index] : starts[index + 1]] = values
         if self._ranks.world_size > 1:
@@ -331,7 +377,7 @@ class Learner:
 
     def _do_load(self, payload: Mapping[str, Any]) -> None:
         checkpoint = open_checkpoint(Path(payload["path"]))
-        load_checkpoint(checkpoint, self._policy, self.optimizer)
+        load_checkpoint(checkpoint, self._policy, self.optimizer, self._critic)
         self._steps_done = checkpoint.meta["version"]
 
     def _own_micro_batches(self, samples: Sequence[TrainingSample]) -> list[MicroBatch]:
@@ -340,27 +386,6 @@ class Learner:
             samples, trainer.max_tokens_per_micro_batch, self._ranks.world_size, share_prompts=trainer.share_prompts
         )
         return every_rank[self._ranks.rank]
-
-    def _samples(self, step: ComposedStep) -> list[TrainingSample]:
-        """Credit the trajectories of a step and flatten them, a KL penalty taken off their rewards if the config says so."""
-        algorithm = self._config.algorithm
-        samples = self._credit.samples(step)
-        if algorithm.kl_coef == 0 or algorithm.kl_in != "reward" or not samples:
-            return samples
-        references: Sequence[Tensor] = self._call("reference", {"samples": samples})
-        penalties: Penalties = {
-            (sample.task_id, sample.member): algorithm.kl_coef
-            * float(
-                kl_penalty(
-                    torch.from_numpy(sample.behavior_logprobs),
-                    reference.cpu(),
-                    torch.from_numpy(sample.loss_mask),
-                    algorithm.kl_estimator,
-                ).sum()
-            )
-            for sample, reference in zip(samples, references, strict=True)
-        }
-        return self._credit.samples(step, penalties)
 
     # -- commands on the wire ----------------------------------------------------------------------------------------
     def _broadcast(self, name: str, payload: Mapping[str, Any]) -> None:

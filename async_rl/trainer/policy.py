@@ -14,10 +14,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -26,13 +24,15 @@ from async_rl.model.attention import PACKED, PackedSegments, packed_segments
 from async_rl.model.load import load_causal_lm, read_tensor
 from async_rl.model.logprobs import HeadOptions, token_logprobs
 from async_rl.trainer.architecture import checkpoint_activations, logit_transform, output_head, refuse_unpackable
-from async_rl.trainer.sharding import decoder_layers, full_tensor, own_shard, shard
+from async_rl.trainer.packed_model import PackedModel, persistent_buffers
+from async_rl.trainer.sharding import decoder_layers, full_tensor, own_shard
 from async_rl.weights.canary import canary_scale, canary_tensor
 from async_rl.weights.manifest import Probe
 from async_rl.weights.send_buffer import TensorSpec
 
 SELF_TEST_TOLERANCE = 1e-5
 """Largest |packed, chunked − the model's own| logprob accepted at load, float32, nats (relative above 10 nats)."""
+CANARY_SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,6 @@ class PolicyOptions:
     canary_dtype: torch.dtype | None = None
 
 
-CANARY_SEED = 0
-
-
 @dataclass(frozen=True, slots=True)
 class CanaryScores:
     """The canary of this model (see weights.canary): tensors' scales by name, the probe under it, and bfloat16's noise there
@@ -66,16 +63,17 @@ class CanaryScores:
     noise: float | None
 
 
-class PolicyModel(nn.Module):
-    """Logprobs of packed tokens. FSDP's root: it holds embeddings, last norm and head; each decoder layer is its own group."""
+class PolicyModel(PackedModel):
+    """Logprobs of packed tokens. FSDP's root holds embeddings, last norm and head."""
 
     def __init__(self, hf: PreTrainedModel, options: PolicyOptions | None = None) -> None:
         """Wrap a float32 model that was loaded with attn=PACKED.
 
         Raises: ConfigError if the model cannot be trained packed.
         """
-        super().__init__()
-        self.options = options or PolicyOptions()
+        chosen = options or PolicyOptions()
+        super().__init__(dtype=chosen.dtype, cpu_offload=chosen.cpu_offload)
+        self.options = chosen
         refuse_unpackable(hf)
         self.hf = hf
         self.eval()  # no dropout, ever: the trainer computes the distribution that the engine samples from
@@ -84,35 +82,9 @@ class PolicyModel(nn.Module):
             for layer in decoder_layers(hf):
                 checkpoint_activations(layer)
 
-        self.mesh: DeviceMesh | None = None
-        self.source: Path | None = None
-        """Directory that the model came from: its config and tokenizer go into checkpoints."""
         self.rounding_noise: float | None = None
         """Mean |bfloat16 − float32| logprob, nats, as measured at load; None if it was not asked for."""
         self.canary: CanaryScores | None = None
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The ranks that shard this policy; None if it is not sharded, or by one rank."""
-        return dist.group.WORLD if self.mesh is not None and self.mesh.size() > 1 else None
-
-    @property
-    def rank(self) -> int:
-        """This process among the ranks that shard the policy."""
-        return 0 if self.mesh is None else self.mesh.get_rank()
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks over which FSDP averages gradients."""
-        return 1 if self.mesh is None else self.mesh.size()
-
-    @property
-    def device(self) -> torch.device:
-        """Where it computes; its parameters may lie elsewhere."""
-        if self.mesh is None:
-            return next(self.parameters()).device
-        is_cuda = self.mesh.device_type == "cuda"
-        return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device(self.mesh.device_type)
 
     def forward(
         self,
@@ -178,18 +150,8 @@ class PolicyModel(nn.Module):
             token_ids.to(device), position_ids.to(device), segments, rows.to(device), selected, with_entropy, head_weight
         )
         if not torch.is_grad_enabled():
-            self._reshard()
+            self.reshard_all()
         return result
-
-    def _reshard(self) -> None:
-        """Put the sharded float32 parameters back in place.
-
-        FSDP keeps the root's gathered parameters, in the compute dtype, from a forward to its backward pass. Where no backward
-        follows, whoever reads the parameters next would read those.
-        """
-        for module in self.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
     @torch.no_grad()
     def score(
@@ -248,11 +210,8 @@ class PolicyModel(nn.Module):
             yield from ((name, buffer, 0) for name, buffer in self.named_persistent_buffers())
 
     def named_persistent_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers that belong to the state dict, each once."""
-        for prefix, module in self.hf.named_modules():
-            for name, buffer in module.named_buffers(prefix, recurse=False):
-                if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                    yield name, buffer
+        """Yield the buffers that belong to the state dict, each once, by the Hugging Face model's names."""
+        return persistent_buffers(self.hf)
 
     def ties(self) -> tuple[tuple[str, str], ...]:
         """Return (alias, owner) names of tied parameters; the owner is the name that named_full_tensors yields."""
@@ -264,8 +223,6 @@ class PolicyModel(nn.Module):
 def load_policy(path: Path | str, *, options: PolicyOptions | None = None, mesh: DeviceMesh | None = None) -> PolicyModel:
     """Load a model directory, verify it against the model's own logits, and shard it over `mesh`, whose device it trains on.
 
-    Without a mesh, or with one rank that computes in float32, there is nothing to shard: the plain model trains the same
-    numbers without FSDP's copies (a fifth of a small model's step).
     Raises: DataError and ConfigError as load_causal_lm; ConfigError if packed, chunked logprobs differ from the model's own.
     """
     policy = PolicyModel(load_causal_lm(path, attn=PACKED), options)
@@ -275,21 +232,13 @@ def load_policy(path: Path | str, *, options: PolicyOptions | None = None, mesh:
         policy.rounding_noise = bfloat16_noise(policy)
     if policy.options.canary_dtype is not None:
         policy.canary = score_canary(policy, policy.options.canary_dtype)
-    if mesh is None:
-        return policy
-    offloads = policy.options.cpu_offload
-    if not offloads:
-        policy.to(mesh.device_type)
-    if mesh.size() > 1 or policy.options.dtype is not torch.float32 or offloads:
-        shard_policy(policy, mesh)
+    policy.place(decoder_layers(policy.hf), mesh)
     return policy
 
 
 def shard_policy(policy: PolicyModel, mesh: DeviceMesh) -> None:
     """Cut the policy over `mesh` in place, as its options say (see sharding.shard)."""
-    options = policy.options
-    shard(policy, decoder_layers(policy.hf), mesh, dtype=options.dtype, cpu_offload=options.cpu_offload)
-    policy.mesh = mesh
+    policy.shard(decoder_layers(policy.hf), mesh)
 
 
 def load_head(directory: Path, policy: PolicyModel) -> Tensor:

@@ -20,7 +20,16 @@ from async_rl.errors import CheckpointError, IntakeLogError
 from async_rl.run_dir.intake_log import LogIndex, read_group, read_log
 from async_rl.run_dir.layout import RunIdentity, RunLayout, open_run
 from async_rl.trainer.assemble import make_learner
-from async_rl.trainer.checkpoint import Checkpoint, checkpoint_of_step, completed, find_latest, model_state, open_checkpoint
+from async_rl.trainer.checkpoint import (
+    CRITIC,
+    MODEL,
+    Checkpoint,
+    checkpoint_of_step,
+    completed,
+    find_latest,
+    model_state,
+    open_checkpoint,
+)
 from async_rl.trainer.distributed import joined_ranks
 from async_rl.trainer.intake import BatchSettings, planned_steps, recorded_step
 from async_rl.trainer.learner import Learner
@@ -66,6 +75,7 @@ def replay(
             on_step(done, total)
         weights = learner.full_weights()
     expected = model_state(target.path)
+    expected |= {f"{CRITIC}{name}": tensor for name, tensor in model_state(target.path, CRITIC + MODEL).items()}
     return ReplayResult(
         first_version=first_version,
         version=progress.version,

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from async_rl.config.trainer import TrainerConfig
+
 ScheduleName = Literal["constant", "linear", "cosine"]
 
 
@@ -19,6 +21,11 @@ class Schedule:
     warmup_steps: int = 0
     max_steps: int = 1
     final_fraction: float = 0.1
+
+    @staticmethod
+    def from_config(trainer: TrainerConfig, peak: float) -> Schedule:
+        """The trainer's schedule, up to `peak`."""
+        return Schedule(peak, trainer.schedule, trainer.warmup_steps, trainer.max_steps, trainer.final_lr_fraction)
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of optimizer step `step`, counted from 1.

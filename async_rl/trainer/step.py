@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW
 
@@ -85,11 +85,11 @@ class StepSettings:
 
 
 def make_optimizer(
-    policy: PolicyModel, *, learning_rate: float, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0
+    model: nn.Module, *, learning_rate: float, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0
 ) -> AdamW:
     """Return AdamW over the float32 master weights. Matrices decay; norms and biases do not."""
-    matrices = [p for p in policy.parameters() if p.requires_grad and p.dim() >= 2]
-    vectors = [p for p in policy.parameters() if p.requires_grad and p.dim() < 2]
+    matrices = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return AdamW([group for group in groups if group["params"]], lr=learning_rate, betas=betas, fused=True)
 
@@ -132,19 +132,28 @@ def train_step(
     gradients = [p.grad for p in policy.parameters() if p.grad is not None]
     norm = full_tensor(get_total_norm(gradients))
     reduced = sums.reduce(policy)
-    grad_norm = float(norm)
+    reason = apply_gradients(
+        policy, optimizer, loss=reduced.loss, norm=norm, grad_clip=settings.grad_clip, learning_rate=learning_rate
+    )
+    return _stats(totals, reduced, reason, learning_rate, float(norm), settings)
+
+
+def apply_gradients(
+    model: nn.Module, optimizer: AdamW, *, loss: float, norm: Tensor, grad_clip: float, learning_rate: float
+) -> SkipReason | None:
+    """Clip the gradients to grad_clip and step, or drop them and say why: a loss or norm over all ranks that is not finite."""
     reason = None
-    if not math.isfinite(reduced.loss):
+    if not math.isfinite(loss):
         reason = SkipReason.NON_FINITE_LOSS
-    elif not math.isfinite(grad_norm):
+    elif not math.isfinite(float(norm)):
         reason = SkipReason.NON_FINITE_GRADIENT
     else:
-        clip_grads_with_norm_(_trained(policy), settings.grad_clip, norm)
+        clip_grads_with_norm_([p for p in model.parameters() if p.grad is not None], grad_clip, norm)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return _stats(totals, reduced, reason, learning_rate, grad_norm, settings)
+    return reason
 
 
 @torch.no_grad()
@@ -273,10 +282,6 @@ def _logprobs(policy: PolicyModel, micro_batch: MicroBatch, *, with_entropy: boo
         parents=micro_batch.parents,
         with_entropy=with_entropy,
     )
-
-
-def _trained(policy: PolicyModel) -> list[Tensor]:
-    return [parameter for parameter in policy.parameters() if parameter.grad is not None]
 
 
 def _reduce_counts(policy: PolicyModel, micro_batches: Sequence[MicroBatch]) -> _Counts:

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from async_rl.algorithms.staleness import Verdict
+from async_rl.trainer.critic import CriticStats
 from async_rl.trainer.intake import ComposedStep
 from async_rl.trainer.step import StepStats
+from async_rl.trainer.value_credit import ValueTargets
 
 
 def group_metrics(step: ComposedStep) -> dict[str, Any]:
@@ -90,6 +92,21 @@ def step_stats_metrics(stats: StepStats) -> dict[str, Any]:
         "same_version_tokens": report.same_version_tokens,
         "same_version_gap_max": report.same_version_gap_max,
         "same_version_gap_mean": report.same_version_gap_mean,
+    }
+
+
+def critic_metrics(targets: ValueTargets, stats: CriticStats | None) -> dict[str, Any]:
+    """The critic's figures of a step; stats is None where the policy's step was skipped, and with it the critic's."""
+    return {
+        "explained_variance": targets.explained_variance,
+        "value_mean": targets.value_mean,
+        "return_mean": targets.return_mean,
+        "value_loss": None if stats is None else stats.loss,
+        "value_clipped_share": None if stats is None else stats.clipped_share,
+        "critic_grad_norm": None if stats is None else stats.grad_norm,
+        "critic_learning_rate": None if stats is None else stats.learning_rate,
+        "critic_updates": 0 if stats is None else stats.num_updates,
+        "critic_skip_reason": None if stats is None or stats.skip_reason is None else stats.skip_reason.value,
     }
 
 

@@ -1,6 +1,6 @@
 """Before a batch is drawn: recompute the logprobs of a sample of what waits, at the version that sampled it, and compare.
 
-The trainer has the weights of its present version, and of the one before (`KeptWeights`).
+The trainer has the weights of its present version, and of an earlier one until tokens of it arrived (`KeptWeights`).
 
 Policy and behavior logprob of such a token are one number, unless engine and trainer disagree. What fails is quarantined before
 any step may train it; the step's record says so, so a replay does not depend on this check.
@@ -56,6 +56,8 @@ class Vetting:
             chosen = self._choose(groups, one, room)
             room -= sum(len(trajectory.token_ids) for _, _, trajectory in chosen)
             compared = await self._learner.thread.run(self._compare, chosen, one, one != version) if chosen else []
+            if compared and one != version:
+                self._learner.mark_compared()
             for group, member, report, recomputed in compared:
                 self._tokens += report.num_tokens
                 self._gap_max = max(self._gap_max, report.gap_max)

@@ -122,6 +122,31 @@ def test_baselines_on_policy(estimator: str, claim: str, factor: float | None) -
     Console(width=120).print(f"{estimator:10} {claim:20} on-policy bias {bias:.2g}", highlight=False)
 
 
+@pytest.mark.parametrize("distance", [0.0, DISTANCES[1]])
+@pytest.mark.parametrize(
+    ("gae_lambda", "critic", "claim"),
+    [(1.0, "any", EXACT), (0.95, "perfect", EXACT), (0.0, "perfect", EXACT), (0.95, "any", BIASED), (0.0, "any", BIASED)],
+)
+def test_generalised_advantages(gae_lambda: float, critic: str, claim: str, distance: float) -> None:
+    """λ = 1 is exact whatever the critic says, less only with one that is right. Off-policy with exact sequence weights."""
+    policy, behavior, rewards = e.random_policies(0, distance)
+    values = e.state_values(policy, rewards)
+    if critic == "any":
+        values = values + e.random_policies(7, 0.0)[0][:, 0]
+    advantages = e.critic_advantages(values, rewards, gae_lambda=gae_lambda)
+    settings = LossSettings(e.WIDE, importance="exact", importance_level="sequence")
+    gradient = e.expected_gradient(PG, settings, policy, behavior, rewards, advantages=advantages)
+    bias = e.relative_bias(gradient, e.true_gradient(policy, rewards))
+    where = "off-policy" if distance else "on-policy"
+    Console(width=120).print(
+        f"gae λ={gae_lambda:<4g} {critic + ' critic':14} {where:10} {claim:12} bias {bias:.2g}", highlight=False
+    )
+    if claim == EXACT:
+        assert bias <= 1e-12
+    else:
+        assert bias > 0.01
+
+
 @pytest.mark.parametrize(
     ("estimator", "form", "on_policy", "off_policy_claim"),
     [

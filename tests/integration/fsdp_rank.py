@@ -25,6 +25,7 @@ from torch.optim import AdamW
 from async_rl.algorithms.aggregation import TOKEN_MEAN, Aggregation
 from async_rl.algorithms.gspo import gspo
 from async_rl.algorithms.losses import ClipRange, LossFn, LossSettings, decoupled_clip
+from async_rl.config.algorithm import AlgorithmConfig, CriticConfig
 from async_rl.config.run import ModelConfig, RunConfig
 from async_rl.config.trainer import TrainerConfig, WeightsConfig
 from async_rl.errors import CheckpointError, ShapeError
@@ -32,6 +33,7 @@ from async_rl.run_dir.layout import create_run, open_run
 from async_rl.run_dir.segments_of_run import segments_of_run
 from async_rl.testing.batches import credit_loss, first_step_gradients, group_samples, make_sample, random_samples
 from async_rl.testing.steps import random_groups, step_of
+from async_rl.trainer.assemble import make_learner
 from async_rl.trainer.checkpoint import find_latest, load_checkpoint, save_checkpoint
 from async_rl.trainer.distributed import Ranks, joined_ranks
 from async_rl.trainer.intake import ComposedStep
@@ -48,6 +50,7 @@ A = make_sample([3, 4, 5], trained=[2], advantages=8.0)
 B = make_sample([6, 7, 8, 9], advantages=2.0)
 PROMPTS, COMPLETIONS = [7, 12, 4], [[5, 9, 1], [3, 3, 14, 6], [8]]
 NUM_LOGGED = 3
+CRITIC = CriticConfig(learning_rate=1e-3, updates_per_step=2)
 STUCK_S = 3.0
 UNEVEN = [95] * 5 + [20] * 5
 
@@ -114,6 +117,7 @@ class Program:
         self.gradients("one_group", self.tied, balance(groups[:3], 1000, 2, share_prompts=True), gspo)
         self.options()
         self.log()
+        self.critic()
         self.snapshot()
         self.stuck()
         self.skips()
@@ -177,6 +181,25 @@ class Program:
             else:
                 learner.follow()
             self.keep(f"logged_{number}", first_step_gradients(policy, learner.optimizer))
+
+    def critic(self) -> None:
+        """Two steps with a critic, as rank 0's learner leads them: what both models have learned, and their checkpoint."""
+        config = run_config(self.untied, self.out, 2)
+        config = config.model_copy(update={"algorithm": AlgorithmConfig(advantage="gae"), "critic": CRITIC})
+        learner = make_learner(config, self.ranks)
+        critic = learner._critic
+        assert critic is not None
+        if self.ranks.is_first:
+            for number in range(2):
+                learner.begin_batch([logged_step(number)])
+                self.stats[f"critic_{number}"] = dict(learner.train(logged_step(number)).metrics)
+            learner.stop()
+        else:
+            learner.follow()
+        moments = {name: critic.optimizer.state[p]["exp_avg"] for name, p in critic.model.named_parameters()}
+        self.keep("critic_moments", {name: full_tensor(moment) for name, moment in moments.items()})
+        self.keep("critic", dict(critic.model.named_full_tensors()))
+        save_checkpoint(self.out / "of_critic", learner._policy, learner.optimizer, step=2, critic=critic)
 
     def snapshot(self) -> None:
         """A push's snapshot through the learner, gathered and through shared memory; segments are gone afterwards."""

@@ -126,11 +126,11 @@ class Loop:
         return [path.read_text() for path in sorted(directory.glob("*.txt"))] if directory.exists() else []
 
 
-async def make_loop(tmp_path: Path, model: Path, ranks: Ranks, broken: Break | None) -> Loop:
+async def make_loop(tmp_path: Path, model: Path, ranks: Ranks, broken: Break | None, *, max_lag: int = 1) -> Loop:
     settings = [
         f"--run_dir={tmp_path / 'run'}",
         f"--model.path={model}",
-        "--staleness.max_lag=1",
+        f"--staleness.max_lag={max_lag}",
         "--trainer.groups_per_step=2",
         "--trainer.learning_rate=3e-3",
         f"--rollout.temperature={TEMPERATURE}",
@@ -234,6 +234,29 @@ async def test_tokens_of_the_version_before_are_recomputed_with_its_weights(tmp_
     assert (loop.version, loop.learner.kept_version) == (2, 1)
     assert (figures["validated_tokens"], figures["validation_failed"]) == (2 * 8, 0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in loop.learner._policy.named_full_tensors())
+
+
+async def test_tokens_that_arrive_late_are_recomputed_too(tmp_path: Path, model: Path, ranks: Ranks) -> None:
+    """The weights of a version stay until tokens of it were compared, or are too old; then another's take their place."""
+    loop = await make_loop(tmp_path, model, ranks, None, max_lag=4)
+    late = loop.group(100)
+    for _ in range(3):
+        await loop.step()
+        assert loop.learner.kept_version == 0
+    loop.broken = shifted
+    broken = loop.group(101)
+    loop.broken = None
+    await loop.deliver([late])
+    await loop.vetting.vet(loop.intake, loop.version)
+    assert loop.vetting.take_figures()["validated_tokens"] == 2 * 8
+    kept = []
+    for _ in range(6):
+        await loop.step()
+        kept.append(loop.learner.kept_version)
+    assert kept == [3, 3, 3, 3, 7, 7]  # at version 8 tokens of version 3 are too old
+    await loop.deliver([broken])  # of version 3 as well, whose weights are gone: nothing to compare with
+    await loop.vetting.vet(loop.intake, loop.version)
+    assert loop.vetting.take_figures()["validated_tokens"] == 0
 
 
 async def test_a_quarantined_member_is_not_trained_and_its_siblings_are(tmp_path: Path, model: Path, ranks: Ranks) -> None:

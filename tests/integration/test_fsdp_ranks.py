@@ -23,12 +23,14 @@ from torch.optim import AdamW
 from async_rl.algorithms.aggregation import TOKEN_MEAN, Aggregation, AggregationName
 from async_rl.algorithms.gspo import gspo
 from async_rl.algorithms.losses import ClipRange, LossFn, LossSettings, decoupled_clip
+from async_rl.config.algorithm import AlgorithmConfig, CriticConfig
 from async_rl.config.run import ModelConfig, RunConfig
 from async_rl.config.trainer import TrainerConfig
 from async_rl.model.load import load_causal_lm
 from async_rl.testing.batches import credit_loss, first_step_gradients, group_samples, make_sample, random_samples
 from async_rl.testing.steps import random_groups, step_of
 from async_rl.testing.tiny_models import TinyModel, save_tiny_model
+from async_rl.trainer.assemble import make_learner
 from async_rl.trainer.checkpoint import find_latest, load_checkpoint, save_checkpoint
 from async_rl.trainer.distributed import joined_ranks
 from async_rl.trainer.learner import Learner
@@ -266,6 +268,39 @@ def test_a_step_from_the_same_state_and_log_is_the_same_on_one_rank_and_on_two(
     difference = torch.stack([(got[name] - gradient).norm() for name, gradient in expected.items()]).norm()
     assert float(norm) > 0.01
     assert float(difference / norm) <= 1e-6
+
+
+def test_a_critic_over_two_ranks_learns_as_on_one_and_its_checkpoint_loads_there(outcome: Outcome, tmp_path: Path) -> None:
+    trainer = TrainerConfig(max_tokens_per_micro_batch=64, learning_rate=1e-3, grad_clip=1e6, max_steps=10)
+    critic_config = CriticConfig(learning_rate=1e-3, updates_per_step=2)
+    config = RunConfig(
+        run_dir=tmp_path,
+        model=ModelConfig(path=outcome.untied),
+        trainer=trainer,
+        algorithm=AlgorithmConfig(advantage="gae"),
+        critic=critic_config,
+    )
+    with joined_ranks() as ranks:
+        learner = make_learner(config, ranks)
+        critic = learner._critic
+        assert critic is not None
+        for number in range(2):
+            step = step_of(random_groups(3, seed=number), number=number)
+            learner.begin_batch([step])
+            metrics, other = learner.train(step).metrics, outcome.stats[f"critic_{number}"]
+            for name in ("loss", "value_loss", "critic_grad_norm", "value_mean", "return_mean", "value_clipped_share"):
+                assert other[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6), name
+        moments = {name: critic.optimizer.state[p]["exp_avg"] for name, p in critic.model.named_parameters()}
+        got = outcome.kept("critic_moments")
+        norm = torch.stack([moment.norm() for moment in moments.values()]).norm()
+        difference = torch.stack([(got[name] - moment).norm() for name, moment in moments.items()]).norm()
+        assert float(norm) > 0.01
+        assert float(difference / norm) <= 1e-3  # the second step's values come from AdamW's first, which magnifies rounding
+        latest = find_latest(outcome.out / "of_critic").latest
+        assert latest is not None
+        load_checkpoint(latest, learner._policy, learner.optimizer, critic)
+        assert_equal(dict(critic.model.named_full_tensors()), outcome.kept("critic"))
+        assert_equal({name: critic.optimizer.state[p]["exp_avg"] for name, p in critic.model.named_parameters()}, got)
 
 
 def test_a_snapshot_is_the_same_gathered_and_through_shared_memory_of_which_nothing_is_left(outcome: Outcome) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from async_rl.algorithms.advantages import ADVANTAGES, credit_groups, find_advantage
 from async_rl.algorithms.credit import AdvantageFn, AdvantageSettings, Float64Array, RewardGroup
 from async_rl.algorithms.losses import LOSSES, ClipRange, LossSettings, LossTokens, find_loss, from_token_losses
-from async_rl.config.algorithm import ADVANTAGE_NAMES, LOSS_NAMES
+from async_rl.config.algorithm import ADVANTAGE_NAMES, LOSS_NAMES, NEEDS_NO_GROUP
 from async_rl.errors import ConfigError, ShapeError
 from async_rl.testing.algorithms import DEFAULT_SETTINGS, check_advantage, check_loss, make_tokens
 
@@ -41,7 +41,7 @@ def test_losses_against_the_proximal_policy_conform(name: str) -> None:
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_built_in_estimators_conform(name: str) -> None:
-    check_advantage(ADVANTAGES[name], group_relative=name != "reinforce_pp")
+    check_advantage(ADVANTAGES[name], group_relative=name not in NEEDS_NO_GROUP)
 
 
 def test_names_in_the_config_are_those_of_the_tables() -> None:

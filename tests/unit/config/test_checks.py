@@ -16,8 +16,13 @@ def test_defaults_pass():
     check(config())
 
 
-def test_an_estimator_that_needs_no_siblings_may_have_groups_of_one():
-    check(config(rollout={"group_size": 1}, algorithm={"advantage": "reinforce_pp"}))
+@pytest.mark.parametrize("advantage", ["reinforce_pp", "gae"])
+def test_an_estimator_that_needs_no_siblings_may_have_groups_of_one(advantage):
+    check(config(rollout={"group_size": 1}, algorithm={"advantage": advantage}))
+
+
+def test_a_critic_may_be_set_where_there_is_one():
+    check(config(algorithm={"advantage": "gae"}, critic={"gae_lambda": 1.0, "value_clip": None}))
 
 
 @pytest.mark.parametrize(
@@ -50,6 +55,8 @@ def test_each_loss_brings_the_defaults_of_its_paper(loss, clip, aggregation):
         ({"algorithm": {"loss": "ppo2"}}, ["algorithm.loss='ppo2' is unknown", "clipped_surrogate", "module:function"]),
         ({"algorithm": {"advantage": "gae2"}}, ["algorithm.advantage='gae2' is unknown", "rloo"]),
         ({"algorithm": {"loss_args": {"a": 1}}}, ["algorithm.loss_args", "built-in"]),
+        ({"critic": {"gae_lambda": 0.9}}, ["critic.gae_lambda=0.9 has no effect", "'grpo'", "set algorithm.advantage='gae'"]),
+        ({"algorithm": {"advantage": "gae", "loss": "gspo"}}, ["algorithm.loss='gspo'", "each token", "'decoupled_clip'"]),
         (
             {"algorithm": {"loss": "decoupled_clip", "anchor": "behavior"}},
             ["algorithm.anchor='behavior' contradicts", "proximal policy", "algorithm.loss='clipped_surrogate'"],

@@ -73,7 +73,7 @@ def test_a_kl_loss_pulls_towards_the_reference(models: tuple[Path, Path], ranks:
 def test_a_kl_in_the_reward_is_taken_off_before_the_baseline(models: tuple[Path, Path], ranks: Ranks) -> None:
     learner = make_learner(models, ranks, reference=True, kl_coef=0.5, kl_in="reward", kl_estimator="k1", advantage="dr_grpo")
     group = group_of(learner, 0)
-    samples = learner._samples(step_of(group, 0))
+    samples = learner._credit.credited(step_of(group, 0)).samples
     reference = load_policy(models[1])
     penalties = []
     for trajectory in group.trajectories:
