@@ -14,6 +14,7 @@ from async_rl.errors import EpochFenced
 from async_rl.run_dir.intake_log import IntakeLog, read_log, task_ends
 from async_rl.testing.builders import make_group, make_task, make_trajectory
 from async_rl.trainer.intake import BatchSettings, Intake
+from async_rl.trainer.step_metrics import group_metrics
 from protocol.codec import encode
 from protocol.memory_streams import MemoryStreams
 from protocol.messages import TrajectoryGroup
@@ -88,6 +89,18 @@ async def test_too_few_groups_make_no_step_unless_the_data_has_ended(tmp_path: P
     assert await intake.compose_batch(0, steps=1, partial=False) == []
     (step,) = await intake.compose_batch(0, steps=1, partial=True)
     assert len(step.groups) == 1
+
+
+async def test_a_reward_is_reported_when_its_group_trains_not_when_it_arrives(tmp_path: Path) -> None:
+    """Eight groups are there and six train: the figures of the step are those of the six."""
+    streams = MemoryStreams()
+    intake, epoch = await start(tmp_path, streams, dataclasses.replace(SETTINGS, groups_per_step=6))
+    arrived = [group(row, rewards=(1.0, 1.0) if row < 6 else (0.0, 0.0)) for row in range(8)]
+    await intake.take_in(await deliver(streams, epoch, *arrived))
+    (first,) = await intake.compose_batch(0, steps=1, partial=False)
+    assert (group_metrics(first)["reward_mean"], group_metrics(first)["groups"]) == (1.0, 6)
+    (rest,) = await intake.compose_batch(1, steps=1, partial=True)
+    assert (group_metrics(rest)["reward_mean"], group_metrics(rest)["groups"]) == (0.0, 2)
 
 
 async def test_a_group_that_cannot_train_ends_at_once_so_that_admission_replaces_it(tmp_path: Path) -> None:
