@@ -39,7 +39,7 @@ WAYS: dict[str, list[MicroBatch]] = {
     "packed": pack(SAMPLES, 1000),
     "shared": pack(SAMPLES, 1000, share_prompts=True),
     "shared, cut": pack(SAMPLES, 40, share_prompts=True),
-    "one by one": [m for sample in SAMPLES for m in pack([sample], 1000)],
+    "one by one": pack(SAMPLES, 1),
     "one empty": [*pack(SAMPLES, 1000), filler_micro_batch()],
 }
 
@@ -81,6 +81,12 @@ def targets_of(
 ) -> list[MicroBatchTargets]:
     old_values, wanted = dict(enumerate(old)), dict(enumerate(returns))
     return [MicroBatchTargets(lay_out(m, old_values), lay_out(m, wanted)) for m in micro_batches]
+
+
+def batch_of(first: int) -> list[ComposedStep]:
+    """Two steps of two groups each."""
+    groups = random_groups(4, seed=first)
+    return [step_of(groups[:2], number=first), step_of(groups[2:], number=first + 1)]
 
 
 # -- values and gradients ------------------------------------------------------------------------------------------------
@@ -192,7 +198,7 @@ def test_a_kl_in_the_reward_belongs_to_its_own_token(model: Path, ranks: Ranks) 
 
 def test_the_values_of_a_drawn_batch_are_those_of_its_beginning(model: Path, ranks: Ranks) -> None:
     learner = make_learner(config_of(model), ranks)
-    batch = [step_of(random_groups(2, seed=number), number=number) for number in range(2)]
+    batch = batch_of(0)
     learner.begin_batch(batch)
     assert learner.train(batch[0]).metrics["value_loss"] > 0
     later = learner._credit.credited(batch[1]).targets
@@ -266,7 +272,7 @@ def test_it_learns_which_prompts_are_solved(model: Path) -> None:
 def trained(learner: Learner, steps: Sequence[int]) -> dict[str, Tensor]:
     """Train two steps to a batch; everything that a checkpoint keeps."""
     for first in steps[::2]:
-        batch = [step_of(random_groups(2, seed=number), number=number) for number in (first, first + 1)]
+        batch = batch_of(first)
         learner.begin_batch(batch)
         for step in batch:
             assert learner.train(step).skip_reason is None
