@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -51,8 +52,9 @@ def figures(results: Sequence[PromptResult], ks: Sequence[int], *, success: floa
     valid = [[reward for reward in result.rewards if reward is not None] for result in results]
     counts = [(len(rewards), sum(reward >= success for reward in rewards)) for rewards in valid]
     estimates = {k: estimate_pass_at_k(counts, k) for k in sorted(set(ks))}
-    tokens = [count for result in results for count in result.tokens]
-    truncated = [cut for result in results for cut in result.truncated]
+    scored = [[reward is not None for reward in result.rewards] for result in results]
+    tokens = [n for result, ok in zip(results, scored, strict=True) for n in itertools.compress(result.tokens, ok)]
+    truncated = [cut for result, ok in zip(results, scored, strict=True) for cut in itertools.compress(result.truncated, ok)]
     return EvaluationFigures(
         prompts=len(results),
         samples=sum(len(rewards) for rewards in valid),

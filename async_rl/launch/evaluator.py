@@ -15,6 +15,7 @@ from async_rl.config.run import RunConfig
 from async_rl.environments.base import Environment, GroupScorer
 from async_rl.errors import CheckpointError, RunDirError
 from async_rl.evaluation.beside import PinnedVersion, Sampling
+from async_rl.logs import Event, get_logger
 from async_rl.model.tokenizer import load_tokenizer, stop_token_ids
 from async_rl.reward.score import score_episode, score_group
 from async_rl.rollout.chat import Tokenizer
@@ -37,9 +38,11 @@ class CheckpointVersions:
     def __init__(self, layout: RunLayout, schedule: EvaluationConfig, model_dir: Path, *, first_version: int) -> None:
         self._layout, self._schedule = layout, schedule
         self._model_dir, self._first_version = model_dir, first_version
+        self._ignored: set[Path] = set()
+        self._log = get_logger()
 
     def next(self, newest_done: int | None, *, is_last: bool) -> PinnedVersion | None:
-        """See evaluation.beside.Versions. Raises: RunDirError if a version cannot be written out."""
+        """See evaluation.beside.Versions. A checkpoint that cannot be written out is passed over, and costs the run nothing."""
         left = self._left_pinned(newest_done)
         if left is not None:
             return left
@@ -52,8 +55,8 @@ class CheckpointVersions:
                 break
             try:
                 return self._pin(path, version)
-            except (CheckpointError, FileNotFoundError):  # damaged, or removed meanwhile: the next one then
-                continue
+            except (CheckpointError, RunDirError, OSError) as error:  # damaged, removed meanwhile, or no room: the one before
+                self._say_ignored(path, error)
         return None
 
     def release(self, pinned: PinnedVersion) -> None:
@@ -72,13 +75,14 @@ class CheckpointVersions:
     def _pin(self, path: Path, version: int) -> PinnedVersion:
         checkpoint = open_checkpoint(path)
         pinned = self._begin(version, self._directory(version) / MODEL)
-        try:
-            export_checkpoint(checkpoint, pinned.model_dir)
-        except RunDirError:
-            if path.is_dir():
-                raise
-            raise CheckpointError(f"checkpoint {path} was removed while it was read") from None
+        export_checkpoint(checkpoint, pinned.model_dir)
         return pinned
+
+    def _say_ignored(self, path: Path, error: Exception) -> None:
+        """Once: it is tried again at the next look."""
+        if path not in self._ignored:
+            self._ignored.add(path)
+            self._log.warning(Event.CHECKPOINT_IGNORED, path=str(path), reason=str(error))
 
     def _begin(self, version: int, model_dir: Path) -> PinnedVersion:
         directory = self._directory(version)

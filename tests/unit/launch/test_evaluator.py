@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from async_rl.config import load_config
 from async_rl.config.evaluation import EvaluationConfig
+from async_rl.errors import RunDirError
 from async_rl.launch.demo_model import demo_model, demo_tokenizer, save_model
 from async_rl.launch.evaluator import CheckpointVersions, engine_config
 from async_rl.run_dir.layout import RunLayout
@@ -115,3 +116,20 @@ def test_an_engine_of_its_own_is_no_workers_server() -> None:
 def test_a_multiple_of_the_interval_that_was_passed_is_due(version: int, since: int, due: bool) -> None:
     assert SCHEDULE.is_due(version, since) is due
     assert not EvaluationConfig().is_due(version, since)
+
+
+def test_a_version_that_cannot_be_written_out_costs_nothing_but_itself(
+    layout: RunLayout, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(layout, model_dir, 50)
+
+    def full(checkpoint: object, to: Path) -> Path:
+        raise RunDirError(f"--to {to} cannot be written: No space left on device")
+
+    versions = versions_of(layout, model_dir)
+    with monkeypatch.context() as patch:
+        patch.setattr("async_rl.launch.evaluator.export_checkpoint", full)
+        assert versions.next(0, is_last=True) is None
+    again = versions.next(0, is_last=True)  # there is room again
+    assert again is not None
+    assert again.version == 50
