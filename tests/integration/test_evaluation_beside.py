@@ -61,6 +61,13 @@ def test_first_and_last_version_have_their_figures(run_dir: Path) -> None:
     assert not list((run_dir / "evaluation").iterdir())
 
 
+def test_a_due_evaluation_has_its_checkpoint_whatever_the_interval_of_checkpoints(run_dir: Path) -> None:
+    events = read_json_lines(run_dir / "events.jsonl")
+    written = [event["version"] for event in events if event["event"] == "checkpoint.written"]
+    assert written[0] == 2
+    assert written[-1] == MAX_STEPS
+
+
 def test_nothing_of_it_was_issued_logged_or_trained(run_dir: Path) -> None:
     ends = task_ends(read_log(run_dir / "intake"))
     assert len(ends) >= 4 * MAX_STEPS

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from async_rl.config.algorithm import AlgorithmConfig
 from async_rl.config.run import ModelConfig, RunConfig
 from async_rl.config.trainer import TrainerConfig
-from async_rl.errors import DeadlineExceeded
+from async_rl.errors import DataError, DeadlineExceeded
 from async_rl.registry.memory_registry import MemoryRegistry
 from async_rl.run_dir.intake_log import IntakeLog
 from async_rl.testing.builders import make_group, make_task, make_trajectory
@@ -40,10 +41,11 @@ class Log:
 class Scene:
     """A trainer of two groups a step whose clock moves by 5 s at every look."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, algorithm: AlgorithmConfig = AlgorithmConfig()) -> None:
         self.config = RunConfig(
             run_dir=directory,
             model=ModelConfig(path=directory),
+            algorithm=algorithm,
             trainer=TrainerConfig(groups_per_step=2, idle_timeout_s=30.0),
         )
         self.directory, self.streams, self.now_s = directory, MemoryStreams(now=lambda: self.now_s), 0.0
@@ -124,4 +126,13 @@ async def test_some_invalid_groups_among_good_ones_are_no_alarm(scene: Scene, lo
     await scene.deliver([BROKEN, Reward(1.0), Reward(0.0)])
     (step,), _ = await scene.wait.draw(scene.intake, scene.epoch, version=0, steps=1)
     assert len(step.groups) == 2
+    assert log.lines == []
+
+
+async def test_rewards_that_never_differ_end_the_run_with_the_cause_and_not_with_a_wait(tmp_path: Path, log: Log) -> None:
+    scene = Scene(tmp_path, AlgorithmConfig(dynamic_sampling=True, max_groups_without_signal=3))
+    await scene.start()
+    await scene.deliver([Reward(1.0)] * 3)
+    with pytest.raises(DataError, match=r"the last 3 groups had rewards that do not differ .* all solved or all too hard"):
+        await scene.wait.draw(scene.intake, scene.epoch, version=0, steps=1)
     assert log.lines == []
