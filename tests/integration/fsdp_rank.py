@@ -41,7 +41,15 @@ from async_rl.trainer.learner import Learner
 from async_rl.trainer.packing import MicroBatch, balance, filler_micro_batch, pack
 from async_rl.trainer.policy import PolicyModel, PolicyOptions, load_policy
 from async_rl.trainer.sharding import full_tensor
-from async_rl.trainer.step import StepSettings, StepStats, make_optimizer, policy_logprobs, train_step
+from async_rl.trainer.step import (
+    KlSettings,
+    OtherLogprobs,
+    StepSettings,
+    StepStats,
+    make_optimizer,
+    policy_logprobs,
+    train_step,
+)
 from async_rl.weights.send_buffer import SendBuffer, lay_out
 from async_rl.weights.shm_segment import Segment, SegmentReader
 
@@ -115,6 +123,7 @@ class Program:
                 cut = balance(groups, max_tokens, 2, share_prompts=True)
                 self.gradients(f"{name}_{max_tokens}", self.tied, cut, gspo, aggregation=Aggregation(name))
         self.gradients("one_group", self.tied, balance(groups[:3], 1000, 2, share_prompts=True), gspo)
+        self.kl()
         self.options()
         self.log()
         self.critic()
@@ -124,6 +133,17 @@ class Program:
         self.unequal_counts()
         self.weights_and_scores()
         self.checkpoints(checkpoints_of_one_rank)
+
+    def kl(self) -> None:
+        """A reference that is sqrt 2 nats away from the policy, so that k2 is 1: nothing to train on rank 0, then on neither."""
+        masked, one = make_sample([3, 4, 5], trained=[]), make_sample([6, 7, 8], advantages=0.0)
+        for name, samples in (("kl_rank_0_masked", (masked, one)), ("kl_all_masked", (masked, masked))):
+            policy, optimizer = self.learner(self.tied)
+            mine = pack([samples[self.ranks.rank]], 100)
+            others = OtherLogprobs(reference=[own - math.sqrt(2) for own in policy_logprobs(policy, mine)])
+            settings = StepSettings(credit_loss, LOSS, grad_clip=math.inf, kl=KlSettings(0.5, "k2", "plain"))
+            stats = train_step(policy, optimizer, mine, settings=settings, learning_rate=1e-3, others=others)
+            self.stats[name] = asdict(stats)
 
     def skips(self) -> None:
         policy, optimizer = self.learner(self.tied)

@@ -197,6 +197,13 @@ def test_a_fully_masked_rank_does_not_dilute_the_other(outcome: Outcome) -> None
     assert (stats["loss"], stats["applied"]) == (pytest.approx(1.0, abs=1e-6), True)
 
 
+def test_a_rank_with_nothing_to_train_does_not_dilute_the_mean_kl_and_two_of_them_skip_the_step(outcome: Outcome) -> None:
+    one, none = outcome.stats["kl_rank_0_masked"], outcome.stats["kl_all_masked"]
+    assert one["kl"] == pytest.approx(1.0, abs=1e-5)
+    assert one["loss"] == pytest.approx(0.5, abs=1e-5)  # the coefficient, times that
+    assert (none["applied"], none["skip_reason"], none["loss"]) == (False, "no_tokens", 0.0)
+
+
 def test_a_step_that_cannot_be_applied_is_skipped_on_every_rank(outcome: Outcome) -> None:
     masked, nan, after = (outcome.stats[name] for name in ("all_masked", "nan_on_rank_1", "after_skips"))
     assert (masked["applied"], masked["skip_reason"], masked["loss"]) == (False, "no_tokens", 0.0)
