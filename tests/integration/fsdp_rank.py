@@ -135,7 +135,7 @@ class Program:
         self.checkpoints(checkpoints_of_one_rank)
 
     def kl(self) -> None:
-        """A reference that is sqrt 2 nats away from the policy, so that k2 is 1: nothing to train on rank 0, then on neither."""
+        """A reference that is sqrt 2 nats away from the policy, so that k2 is 1: nothing to train on rank 0, then on both."""
         masked, one = make_sample([3, 4, 5], trained=[]), make_sample([6, 7, 8], advantages=0.0)
         for name, samples in (("kl_rank_0_masked", (masked, one)), ("kl_all_masked", (masked, masked))):
             policy, optimizer = self.learner(self.tied)
