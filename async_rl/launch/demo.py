@@ -31,6 +31,7 @@ from async_rl.launch.warmup import WarmupPlan, warm_up
 from async_rl.monitor.charts import write_reward_png
 from async_rl.monitor.figures import RunFigures, evaluation_figures, run_figures, write_figures
 from async_rl.monitor.metrics_file import MetricsHistory
+from async_rl.monitor.status import held_out_line
 from async_rl.monitor.summary import Accuracy, Sample, SummaryPage, print_summary
 from async_rl.monitor.text import program
 from async_rl.run_dir.evaluations import read_evaluations
@@ -224,6 +225,7 @@ def _page(
             ("figures", layout.summary_json),
         ),
         next_commands=next_commands(config, layout),
+        held_out=held_out_line(evaluations) if (evaluations := read_evaluations(layout.evaluations_jsonl)) else "",
     )
 
 

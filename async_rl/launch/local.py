@@ -150,11 +150,9 @@ def restart_policy(launch: LaunchConfig) -> RestartPolicy:
 
 def patience_of(config: RunConfig) -> Patience:
     launch, lease_s = config.launch, config.redis.lease_s
-    ending_s = Patience().ending_s
-    if config.evaluation.every_steps is not None:  # of the last version, which is there with the trainer's end
-        ending_s += config.evaluation.finish_s
+    evaluation = config.evaluation
     return Patience(
-        ending_s=ending_s,
+        finish_s=0.0 if evaluation.every_steps is None else evaluation.finish_s,
         stop_s=launch.stop_s,
         lease_s=lease_s,
         hang_s=launch.hang_leases * lease_s,

@@ -24,6 +24,8 @@ from async_rl.logs import Event
 from async_rl.monitor.roles import Display, Silent
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+FINISHING = "evaluation"
+"""Kind of worker that has something to do when training has ended."""
 DRAINED = frozenset({128 + signal.SIGTERM, 128 + signal.SIGUSR1})
 """How a worker ends that was told to leave before it had begun."""
 
@@ -39,6 +41,8 @@ class Patience:
     """The same when the server is gone: every role waits for it, and none can end well."""
     ending_s: float = 15.0
     """From the trainer's good end to SIGTERM for roles that have not ended by themselves."""
+    finish_s: float = 0.0
+    """More time than that for the last evaluation."""
     lease_s: float = 15.0
     hang_s: float = 120.0
     start_s: float = 600.0
@@ -152,13 +156,22 @@ class Supervisor:
 
     def _let_end(self, stop: StopRequest) -> None:
         """The run is over: the other roles see it and end by themselves. What fails now has nothing left to do."""
+        ending = [unit for unit in self._units if unit.kind != FINISHING]
         deadline = self._now() + self._patience.ending_s
-        while not self._processes_ended() and self._now() < deadline and stop.signum is None:
-            self._show()
-            self._sleep(self._patience.poll_s)
+        self._wait_for(ending, deadline, stop)
+        if stop.signum is None and not self._processes_ended():
+            for unit in ending:
+                unit.signal(signal.SIGTERM)
+            self._wait_for(self._units, deadline + self._patience.finish_s, stop)
         for unit in self._units:
             if (failed := unit.failed()) is not None and unit.state is UnitState.RUNNING:
                 self._on_event(Event.ROLE_FAILED, name=unit.name, reason=failed.how_it_ended(), after_the_end=True)
+
+    def _wait_for(self, units: Sequence[Unit], deadline: float, stop: StopRequest) -> None:
+        """Until they have ended, the deadline or a signal."""
+        while not all(unit.all_ended() for unit in units) and self._now() < deadline and stop.signum is None:
+            self._show()
+            self._sleep(self._patience.poll_s)
 
     def _stop_all(self, stop: StopRequest, patience_s: float) -> None:
         """SIGTERM, some patience, SIGKILL; a second Ctrl-C shortens the patience."""

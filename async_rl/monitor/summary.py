@@ -59,6 +59,8 @@ class SummaryPage:
     """What lies where."""
     next_commands: Sequence[tuple[str, str]]
     """(command, what it does)."""
+    held_out: str = ""
+    """The last evaluation beside training, if there was one."""
 
 
 def print_summary(page: SummaryPage, console: Console) -> None:
@@ -79,6 +81,8 @@ def _body(page: SummaryPage, width: int) -> RenderableType:
         (str(page.end), "bold green"),
         (f"   on {page.num_prompts} held-out prompts, T = 1", "dim"),
     )
+    if page.held_out:
+        headline.append(f"\nheld out, beside training  {page.held_out}")
     parts: list[RenderableType] = [headline, Text(), _curve(page, width), Text(), _middle(page, width), Text()]
     if page.samples:
         parts += [_samples(page.samples), Text()]

@@ -70,6 +70,22 @@ def wait_for(condition: Callable[[], bool], within_s: float = 10.0) -> bool:
     return True
 
 
+def test_the_last_evaluation_has_time_of_its_own_and_whoever_hangs_has_not(tmp_path: Path) -> None:
+    says_when_it_is_ended = (
+        "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: (print('ended'), sys.exit(0)))\n"
+    )
+    roles = [
+        role("trainer", after(tmp_path / "rollout.out") + "print('finished')", leads=True),
+        role("rollout", f"{says_when_it_is_ended}print('up', flush=True)\ntime.sleep(600)"),
+        RoleSpec("evaluation", (sys.executable, "-c", after(tmp_path / "rollout.out", "ended") + "print('done')"), {},
+                 kind="evaluation"),
+    ]  # fmt: skip
+    patience = Patience(poll_s=0.02, stop_s=5.0, ending_s=0.5, finish_s=60.0)
+    assert supervisor_of(roles, tmp_path, patience=patience).run(StopRequest()) is None
+    assert "done" in (tmp_path / "evaluation.out").read_text()
+    assert nothing_left()
+
+
 def test_the_run_is_over_when_the_trainer_ended_well_and_the_others_end_by_themselves(tmp_path: Path) -> None:
     follower = after(tmp_path / "trainer.out", "finished") + "print('saw the end')"
     supervisor = supervisor_of(

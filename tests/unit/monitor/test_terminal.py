@@ -200,6 +200,7 @@ def test_the_summary_fits_the_terminal_and_tells_all_of_it(layout: RunLayout, wi
         samples=[Sample("402913>", "01234", 0.0, "012349", 1.0)],
         places=[("model", Path("runs/demo/trained"))],
         next_commands=[("async-rl show runs/demo", "a trajectory")],
+        held_out="step 800: pass@1 0.944 [0.921, 0.961] on 256 prompts",
     )
     screen = Screen(terminal=False, width=width)
     print_summary(page, screen.console)
@@ -213,6 +214,7 @@ def test_the_summary_fits_the_terminal_and_tells_all_of_it(layout: RunLayout, wi
         "2.0e-06",
         "012349 ✓",
         "01234 ✗",
+        "pass@1 0.944 [0.921, 0.961]",
     ):
         assert part in screen.text, part
     assert "async-rl show runs/demo" in screen.text
