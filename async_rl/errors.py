@@ -121,13 +121,15 @@ class DeadlineExceeded(AsyncRLError):
 
 
 class RoleFailed(AsyncRLError):
-    def __init__(self, message: str, *, role_exit_code: int) -> None:
+    def __init__(self, message: str, *, role_exit_code: int, summary: str = "a role failed") -> None:
         super().__init__(message)
         self.exit_code = role_exit_code if 0 < role_exit_code < 126 else 1
+        self.summary = summary
+        """Which role, and how it ended, without why."""
 
     def with_note(self, note: str) -> RoleFailed:
         """The same failure, `note` before its words."""
-        return RoleFailed(f"{note}{self}", role_exit_code=self.exit_code)
+        return RoleFailed(f"{note}{self}", role_exit_code=self.exit_code, summary=self.summary)
 
 
 def exit_code(error: BaseException) -> int:

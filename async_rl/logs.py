@@ -60,6 +60,7 @@ class Event(StrEnum):
     TASK_RECLAIMED = "task.reclaimed"
     DUPLICATE_WORK = "work.duplicate"
     DATA_EXHAUSTED = "data.exhausted"
+    DATA_GROWN = "data.grown"
     PROMPT_SKIPPED = "prompt.skipped"
     GROUP_DROPPED = "group.dropped"
     GROUP_INVALID = "group.invalid"

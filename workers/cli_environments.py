@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +26,6 @@ def check_rewards_command(
     from async_rl.launch.check_rewards import check_rewards, print_checked
 
     del debug
-    sys.path.insert(0, str(Path.cwd()))
     args: dict[str, Any] = {}
     for pair in arg or []:
         name, separator, text = pair.partition("=")
@@ -60,7 +58,6 @@ def try_command(
     del debug
     if script is not None and address is not None:
         raise ConfigError("--script and --address exclude each other: one policy acts")
-    sys.path.insert(0, str(Path.cwd()))
     settings = load_config(config, overrides_of(context)).config
     check(settings)
     groups = try_environment(settings, Policy(script, address, served_model), first_row=row, rows=rows, members=members)

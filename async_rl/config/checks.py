@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
+from urllib.parse import urlsplit
 
 from async_rl.config.algorithm import ADVANTAGE_NAMES, LOSS_NAMES, NEEDS_NO_GROUP, SEQUENCE_LOSSES, CriticConfig
 from async_rl.config.run import RunConfig
@@ -213,8 +215,8 @@ def _mix(config: RunConfig) -> Iterator[str]:
         unknown = [name for name in entry if name not in ("source", "weight", "split", "prompt_column")]
         if not isinstance(entry.get("source"), str) or unknown:
             yield f"{key}={entry!r} needs source, and takes weight, split and prompt_column"
-        elif isinstance(weight, bool) or not isinstance(weight, int | float) or weight <= 0:
-            yield f"{key}.weight={weight!r} must be a number above 0"
+        elif isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+            yield f"{key}.weight={weight!r} must be a number above 0, and finite"
         elif names[index] in names[:index]:
             yield f"{key}.source={entry['source']!r}: another source is named {names[index]} too, which names its tasks"
     if config.data.mix and config.data.source != "environment":
@@ -279,6 +281,8 @@ def _redis(config: RunConfig) -> Iterator[str]:
         yield f"redis.url={shown!r} is no address of a server; use 'embedded' or one that starts with {', '.join(schemes)}"
     if "?" in config.redis.url and "password=" in config.redis.url.partition("?")[2]:
         yield "redis.url has its password behind the '?', where other logs show it; write user:password@ before the host"
+    elif (problem := _bad_place(config.redis.url)) is not None:
+        yield f"redis.url {problem}; write redis://host:port/number"
     redis = config.redis
     files = {"ca_file": redis.ca_file, "cert_file": redis.cert_file, "key_file": redis.key_file}
     for name, path in files.items():
@@ -289,6 +293,30 @@ def _redis(config: RunConfig) -> Iterator[str]:
     if (redis.cert_file is None) != (redis.key_file is None):
         given, missing = ("cert_file", "key_file") if redis.key_file is None else ("key_file", "cert_file")
         yield f"redis.{given} is set and redis.{missing} is not: a certificate and its key go together; set both, or none"
+
+
+def _bad_place(url: str) -> str | None:
+    """What is wrong with the host or port of an address; None for one that has neither."""
+    if not url.startswith(("redis://", "rediss://")):
+        return None
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        return f"cannot be read: {str(error).lower()}"
+    if not parts.hostname:
+        return "names no host"
+    return "has port 0" if port == 0 else None
+
+
+def _waits(config: RunConfig) -> Iterator[str]:
+    """Two waits of which one bounds the other."""
+    launch = config.launch
+    if launch.backoff_s > launch.max_backoff_s:
+        yield (
+            f"launch.backoff_s={launch.backoff_s:g} is above launch.max_backoff_s={launch.max_backoff_s:g}: the first wait "
+            f"before a restart cannot be longer than the longest; lower one or raise the other"
+        )
 
 
 def _world_size(config: RunConfig) -> Iterator[str]:
@@ -365,6 +393,7 @@ CHECKS: Sequence[Check] = (
     _schedule,
     _betas,
     _redis,
+    _waits,
     _world_size,
     _vllm,
     _shard_size,

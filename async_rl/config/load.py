@@ -23,6 +23,9 @@ from async_rl.errors import ConfigError
 RUN_IDENTITY = "run.json"
 """Beside the config.toml that a run wrote itself."""
 
+NOT_SET = "not-set"
+"""Stands for a required setting that nobody set, where a config is only looked at."""
+
 OriginKind: TypeAlias = Literal["default", "file", "environment", "flag"]
 
 
@@ -48,9 +51,12 @@ class Resolved:
     origins: Mapping[str, Origin]
 
 
-def load_config(path: Path | None, overrides: Sequence[str] = (), env: Mapping[str, str] = os.environ) -> Resolved:
+def load_config(
+    path: Path | None, overrides: Sequence[str] = (), env: Mapping[str, str] = os.environ, *, to_show: bool = False
+) -> Resolved:
     """Read, merge and validate. A relative model.path is taken from the working directory and made absolute.
 
+    to_show: required settings may be missing; their place is taken by NOT_SET, and they have no origin.
     Raises: ConfigError naming each unknown key, wrong value or missing setting (one line per problem).
     """
     flags, environment, file = sources = layers(path, overrides, env)
@@ -64,6 +70,10 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), env: Mapping[s
             for inner in [name for name in origins if name.startswith(f"{key}.") and table_of(RunConfig, name) == key]:
                 del origins[inner]  # a table that is set as a whole replaces its keys
             origins[key] = Origin(kind, where)
+    missing = [key for key, field in leaf_fields(RunConfig).items() if field.is_required() and origins[key].kind == "default"]
+    if to_show and missing:
+        filled = load_config(path, [*overrides, *(f"--{key}={NOT_SET}" for key in missing)], env)
+        return Resolved(filled.config, {key: origin for key, origin in filled.origins.items() if key not in missing})
     try:
         settings = RunSettings(sources)
     except ValidationError as error:

@@ -69,7 +69,7 @@ def _table(model: type[BaseModel], prefix: str) -> Iterator[str]:
 
 def _type(field: FieldInfo) -> str:
     bounds = [
-        f"{sign} {getattr(item, bound):g}" if abs(getattr(item, bound)) < 2**53 else f"{sign} 2^63"
+        f"{sign} {_bound(getattr(item, bound))}"
         for item in field.metadata
         for bound, sign in _BOUNDS.items()
         if getattr(item, bound, None) is not None
@@ -90,6 +90,13 @@ def _type_name(annotation: Any) -> str:
         return f"list of {_type_name(arguments[0])}s"
     names = {bool: "boolean", int: "integer", float: "number", str: "text", Path: "path"}
     return "table" if origin is dict else names[annotation]
+
+
+def _bound(value: float) -> str:
+    """Powers of two as such, and other large numbers in few digits."""
+    if value >= 2**16 and float(value).is_integer() and int(value) & (int(value) - 1) == 0:
+        return f"2^{int(value).bit_length() - 1}"
+    return f"{value:g}"
 
 
 def _default(field: FieldInfo, key: str) -> str:

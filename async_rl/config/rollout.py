@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from async_rl.config.base import StrictModel
+from async_rl.config.base import LONGEST_S, LONGEST_TOKENS, MOST, MOST_PROCESSES, SHORTEST_S, StrictModel
 
 
 class DataConfig(StrictModel):
@@ -22,7 +22,7 @@ class DataConfig(StrictModel):
     """Split to read from a Hugging Face dataset directory; other sources have one split."""
     prompt_column: str = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
-    data_epochs: int | None = Field(None, ge=1)
+    data_epochs: int | None = Field(None, ge=1, le=MOST)
     """Passes over the data; unset: until trainer.max_steps."""
     shuffle: bool = True
     """Shuffle the rows anew in each data epoch, from the run's seed."""
@@ -47,11 +47,11 @@ class RewardConfig(StrictModel):
 
     placement: Literal["inline", "workers"] = "inline"
     """`inline`: in the rollout worker; `workers`: in reward worker processes, for what is expensive."""
-    workers: int = Field(1, ge=1)
+    workers: int = Field(1, ge=1, le=MOST_PROCESSES)
     """Reward worker processes, with placement = workers."""
-    timeout_s: float = Field(30.0, gt=0)
+    timeout_s: float = Field(30.0, ge=SHORTEST_S, le=LONGEST_S)
     """A score, or an environment's answer to a turn, that takes longer makes the reward invalid (never 0)."""
-    max_concurrent: int = Field(64, ge=1)
+    max_concurrent: int = Field(64, ge=1, le=MOST_PROCESSES)
     """Groups that one reward worker scores at a time."""
 
 
@@ -61,18 +61,18 @@ class VllmConfig(StrictModel):
     servers: list[str] = Field(default_factory=list)
     """Addresses of running servers (`http://host:port`), one per rollout worker, with rollout.engine = vllm-server. Empty: each
     worker starts a server of its own."""
-    tensor_parallel_size: int = Field(1, ge=1)
+    tensor_parallel_size: int = Field(1, ge=1, le=MOST_PROCESSES)
     """Devices that one engine is spread over."""
-    block_size: int | None = Field(None, ge=1)
+    block_size: int | None = Field(None, ge=1, le=LONGEST_TOKENS)
     """Tokens per KV block. Members of a group share the KV of their prompt in whole blocks only. Unset: 32 on CPUs (vLLM's own
     choice of 128 shares no shorter prompt), vLLM's choice on GPUs."""
-    kv_cache_bytes: int | None = Field(None, ge=1)
+    kv_cache_bytes: int | None = Field(None, ge=2**20, le=2**50)
     """Memory for the KV cache. Unset: 1 GiB on CPUs, what gpu_memory_utilization leaves on GPUs."""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     """Share of a GPU's memory that the engine may take."""
     enforce_eager: bool | None = None
     """Run without compiling or capturing graphs. Unset: on CPUs."""
-    start_timeout_s: float = Field(600.0, gt=0)
+    start_timeout_s: float = Field(600.0, ge=SHORTEST_S, le=LONGEST_S)
     """Longest wait for an engine to load its model and answer."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Further engine arguments, by vLLM's own names (`max_num_batched_tokens = 4096`); they win over the ones set here."""
@@ -85,35 +85,35 @@ class RolloutConfig(StrictModel):
     """Engine that samples; `torch` is built in and runs on a CPU, `vllm` is vLLM in the rollout worker, `vllm-server` a vLLM
     server that the worker starts or is given (rollout.vllm.servers)."""
     vllm: VllmConfig = VllmConfig()
-    workers: int = Field(1, ge=0)
+    workers: int = Field(1, ge=0, le=MOST_PROCESSES)
     """Rollout worker processes that the local launcher starts (0: none, they are started elsewhere)."""
-    group_size: int = Field(8, ge=1)
+    group_size: int = Field(8, ge=1, le=MOST_PROCESSES)
     """Trajectories per prompt."""
-    max_new_tokens: int = Field(64, ge=1)
+    max_new_tokens: int = Field(64, ge=1, le=LONGEST_TOKENS)
     """Sampled tokens per turn, at most."""
-    max_turns: int = Field(8, ge=1)
+    max_turns: int = Field(8, ge=1, le=MOST_PROCESSES)
     """Turns per trajectory, at most."""
-    max_sampled: int | None = Field(None, ge=1)
+    max_sampled: int | None = Field(None, ge=1, le=LONGEST_TOKENS)
     """Sampled tokens of all turns of a trajectory together, at most; unset: no bound but those of turns and context."""
-    max_trajectory_s: float | None = Field(None, gt=0)
+    max_trajectory_s: float | None = Field(None, ge=SHORTEST_S, le=LONGEST_S)
     """Seconds after which a trajectory begins no further turn; it is scored as it stands. Unset: no bound."""
-    max_context: int | None = Field(None, ge=2)
+    max_context: int | None = Field(None, ge=2, le=LONGEST_TOKENS)
     """Tokens per trajectory, prompt included; unset: the model's context."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=1e-3, le=100)
     """Sampling temperature. Behavior logprobs are those of the tempered distribution."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling. Refused below 1: the trainer would need the stored support of every token."""
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(0, ge=0, le=MOST)
     """Top-k sampling, 0 is off. Refused above 0, for the same reason."""
     kv: Literal["recompute", "keep"] = "recompute"
     """At a weight swap: recompute the KV of running requests under the new weights, or keep the old one."""
-    max_running: int = Field(256, ge=1)
+    max_running: int = Field(256, ge=1, le=MOST_PROCESSES)
     """Sequences that the engine decodes at a time."""
-    max_groups_in_flight: int = Field(32, ge=1)
+    max_groups_in_flight: int = Field(32, ge=1, le=MOST_PROCESSES)
     """Groups that one worker holds at a time."""
-    num_threads: int = Field(1, ge=1)
+    num_threads: int = Field(1, ge=1, le=4096)
     """CPU threads of the engine."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Engine weights and compute."""
-    device: str = "cpu"
-    """torch device of the engine."""
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
+    """torch device of the engine: `cpu`, `cuda` or `cuda:N`."""

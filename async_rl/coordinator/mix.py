@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from async_rl.coordinator.prompts import PromptSource
 from async_rl.errors import ConfigError
@@ -20,7 +20,7 @@ class MixedSource:
     """
 
     def __init__(self, sources: Sequence[PromptSource], weights: Sequence[float]) -> None:
-        self._sources = tuple(sources)
+        self._sources, self._weights = tuple(sources), tuple(weights)
         self._counts = _shares(weights)
         self._slots = _spread(self._counts)
         self._num_tasks = self._end()
@@ -34,6 +34,23 @@ class MixedSource:
     def num_tasks(self) -> int | None:
         """Tasks of the whole; None if it never ends."""
         return self._num_tasks
+
+    @property
+    def parts(self) -> Sequence[PromptSource]:
+        """The sources, in order."""
+        return self._sources
+
+    def cursors(self, cursor: int) -> Sequence[int]:
+        """How far each source is when the whole is at `cursor`."""
+        block, slot = divmod(cursor, BLOCK)
+        given = [block * count for count in self._counts]
+        for which, _ in self._slots[:slot]:
+            given[which] += 1
+        return given
+
+    def with_lengths(self, lengths: Mapping[str, Sequence[tuple[int, int]]]) -> MixedSource:
+        """The same mix, each source with the lengths that are given for its name."""
+        return MixedSource([source.with_lengths(lengths) for source in self._sources], self._weights)
 
     def is_end(self, cursor: int) -> bool:
         """Whether there is no task at `cursor` or beyond."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from async_rl.config.run import RunConfig
@@ -34,12 +36,22 @@ class PromptSource:
 
     The cursor counts rows since the start of the run. A task's id, order and seed depend on the run's seed and its place
     in the data alone, so that the task of a cursor is the same in every process.
+
+    lengths: (data epoch, rows that it and those after it have), ascending, from 0: rows that were appended join at an epoch.
     """
 
-    def __init__(self, rows: Rows, template: TaskTemplate, *, shuffle: bool = True, data_epochs: int | None = None) -> None:
-        self._rows, self._template = rows, template
-        self._shuffle, self._data_epochs = shuffle, data_epochs
-        self._num_rows = rows.num_rows()
+    def __init__(
+        self,
+        rows: Rows,
+        template: TaskTemplate,
+        *,
+        shuffle: bool = True,
+        data_epochs: int | None = None,
+        lengths: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
+        self.rows, self._template = rows, template
+        self.shuffle, self.data_epochs = shuffle, data_epochs
+        self._lengths = tuple(lengths or [(0, rows.num_rows())])
         self._order: tuple[int, Permutation] | None = None  # of the data epoch asked for last
 
     @staticmethod
@@ -61,14 +73,40 @@ class PromptSource:
         return PromptSource(rows, template, shuffle=config.data.shuffle, data_epochs=config.data.data_epochs)
 
     @property
+    def name(self) -> str:
+        """What its tasks' ids begin with."""
+        return self._template.source
+
+    @property
     def num_rows(self) -> int:
-        """Rows of one data epoch."""
-        return self._num_rows
+        """Rows of a data epoch, of the newest length."""
+        return self._lengths[-1][1]
 
     @property
     def num_tasks(self) -> int | None:
         """Tasks of the whole source; None if it never ends."""
-        return None if self._data_epochs is None else self._data_epochs * self._num_rows
+        if self.data_epochs is None:
+            return None
+        ends = [min(epoch, self.data_epochs) for epoch, _ in self._lengths[1:]] + [self.data_epochs]
+        return sum((end - min(epoch, end)) * rows for (epoch, rows), end in zip(self._lengths, ends, strict=True))
+
+    @property
+    def parts(self) -> Sequence[PromptSource]:
+        """Itself: the sources that this one is made of."""
+        return (self,)
+
+    def cursors(self, cursor: int) -> Sequence[int]:
+        """How far each part is when the whole is at `cursor`."""
+        return (cursor,)
+
+    def with_lengths(self, lengths: Mapping[str, Sequence[tuple[int, int]]]) -> PromptSource:
+        """The same source with the lengths that are given for its name."""
+        known = lengths.get(self.name, self._lengths)
+        return PromptSource(self.rows, self._template, shuffle=self.shuffle, data_epochs=self.data_epochs, lengths=known)
+
+    def epochs_begun(self, cursor: int) -> int:
+        """Data epochs of which a task lies below `cursor`."""
+        return 0 if cursor == 0 else self._place(cursor - 1)[0] + 1
 
     def is_end(self, cursor: int) -> bool:
         """Whether there is no task at `cursor` or beyond."""
@@ -80,8 +118,8 @@ class PromptSource:
             raise ValueError(f"cursor={cursor}: must not be negative")
         if self.is_end(cursor):
             return None
-        data_epoch, position = divmod(cursor, self._num_rows)
-        row = self._permutation(data_epoch)(position) if self._shuffle else position
+        data_epoch, position = self._place(cursor)
+        row = self._permutation(data_epoch)(position) if self.shuffle else position
         return self._make(data_epoch, row, repeat=0, issued_at_s=issued_at_s)
 
     def task_of(self, identity: str, *, issued_at_s: float = 0.0) -> PromptTask | None:
@@ -90,13 +128,13 @@ class PromptSource:
         if source != self._template.source or len(numbers) != 3 or not all(_is_number(number) for number in numbers):
             return None
         data_epoch, row, repeat = map(int, numbers)
-        beyond = self._data_epochs is not None and data_epoch >= self._data_epochs
-        if beyond or row >= self._num_rows:
+        beyond = self.data_epochs is not None and data_epoch >= self.data_epochs
+        if beyond or row >= self._rows_in(data_epoch):
             return None
         return self._make(data_epoch, row, repeat, issued_at_s=issued_at_s)
 
     def _make(self, data_epoch: int, row: int, repeat: int, *, issued_at_s: float) -> PromptTask:
-        template, content = self._template, self._rows.row(row)
+        template, content = self._template, self.rows.row(row)
         identity = task_id(template.source, data_epoch, row, repeat)
         return PromptTask(
             run_id=template.run_id,
@@ -118,8 +156,22 @@ class PromptSource:
     def _permutation(self, data_epoch: int) -> Permutation:
         if self._order is None or self._order[0] != data_epoch:
             key = ("prompt order", self._template.run_seed, data_epoch)
-            self._order = (data_epoch, Permutation(self._num_rows, *key))
+            self._order = (data_epoch, Permutation(self._rows_in(data_epoch), *key))
         return self._order[1]
+
+    def _place(self, cursor: int) -> tuple[int, int]:
+        """(data epoch, position in it)."""
+        for (epoch, rows), (following, _) in pairwise(self._lengths):
+            if cursor < (following - epoch) * rows:
+                break
+            cursor -= (following - epoch) * rows
+        else:
+            epoch, rows = self._lengths[-1]
+        passed, position = divmod(cursor, rows)
+        return epoch + passed, position
+
+    def _rows_in(self, data_epoch: int) -> int:
+        return next(rows for epoch, rows in reversed(self._lengths) if epoch <= data_epoch)
 
 
 def _rows_of(config: RunConfig, environment: Environment) -> Rows:

@@ -12,11 +12,12 @@ import re
 from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import xxhash
 
 from async_rl.environments.base import Row
 from async_rl.errors import CodecError, DataError
@@ -38,6 +39,20 @@ class Rows(Protocol):
     def row(self, index: int) -> Row: ...
 
 
+@runtime_checkable
+class FileRows(Rows, Protocol):
+    """Rows that somebody may change between two starts of a run."""
+
+    @property
+    def where(self) -> str:
+        """The setting and the path, for messages."""
+        ...
+
+    def digest(self, start: int, stop: int) -> str:
+        """xxh3-128 of rows [start, stop), hex: the same for the same contents, however the file was written."""
+        ...
+
+
 def require_rows(path: Path) -> None:
     """Raises: DataError if nothing is there, or it is of an unknown kind. Reads nothing."""
     if not path.exists():
@@ -49,7 +64,7 @@ def require_rows(path: Path) -> None:
         )
 
 
-def open_rows(path: Path, *, prompt_column: str, split: str) -> Rows:
+def open_rows(path: Path, *, prompt_column: str, split: str) -> FileRows:
     """Open a .jsonl or .parquet file, or a Hugging Face dataset directory.
 
     Raises: DataError for what is missing, empty, malformed or of an unknown kind; it names the file, line and column.
@@ -82,6 +97,18 @@ class JsonlRows:
     def num_rows(self) -> int:
         return len(self._spans)
 
+    @property
+    def where(self) -> str:
+        return f"data.source={str(self._path)!r}"
+
+    def digest(self, start: int, stop: int) -> str:
+        hasher = xxhash.xxh3_128()
+        with self._path.open("rb") as file:
+            for offset, length, _ in self._spans[start:stop].tolist():
+                file.seek(offset)
+                hasher.update(file.read(length).strip() + b"\n")
+        return hasher.hexdigest()
+
     def row(self, index: int) -> Row:
         offset, length, number = (int(part) for part in self._spans[index])
         with self._path.open("rb") as file:
@@ -111,6 +138,17 @@ class TableRows:
 
     def num_rows(self) -> int:
         return int(self._table.num_rows)
+
+    @property
+    def where(self) -> str:
+        return f"data.source={str(self._path)!r}"
+
+    def digest(self, start: int, stop: int) -> str:
+        hasher = xxhash.xxh3_128()
+        for batch in self._table.slice(start, stop - start).to_batches(max_chunksize=_CHECK_BATCH_ROWS):
+            for values in batch.to_pylist():
+                hasher.update(json.dumps(values, sort_keys=True).encode() + b"\n")
+        return hasher.hexdigest()
 
     def row(self, index: int) -> Row:
         values: dict[str, Any] = self._table.slice(index, 1).to_pylist()[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from async_rl.config.run import RunConfig
@@ -13,6 +14,13 @@ from protocol.messages import PromptTask
 
 class TaskSource(Protocol):
     """A pure function from cursor to task, as `PromptSource` and `MixedSource` are."""
+
+    @property
+    def parts(self) -> Sequence[PromptSource]: ...
+
+    def cursors(self, cursor: int) -> Sequence[int]: ...
+
+    def with_lengths(self, lengths: Mapping[str, Sequence[tuple[int, int]]]) -> TaskSource: ...
 
     @property
     def num_rows(self) -> int: ...

@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast
 from async_rl.environments.base import Environment
 from async_rl.environments.json_extraction import JsonExtraction
 from async_rl.environments.look_up import LookUp
-from async_rl.environments.objects import construct, load_object, nearest
+from async_rl.environments.objects import construct, load_object, nearest, require_takes
 from async_rl.environments.prompt_reward import PromptReward
 from async_rl.environments.reasoning_gym import ReasoningGym
 from async_rl.environments.sort_digits import SortDigits
@@ -87,4 +87,6 @@ def _prompt_reward(config: EnvironmentSpec) -> Environment:
         raise ConfigError(f"environment.name={PROMPT_REWARD!r} needs environment.reward = module:function")
     if config.args:
         raise ConfigError(f"environment.args={config.args!r}: {PROMPT_REWARD} takes no arguments; remove them")
-    return PromptReward(load_object(config.reward, field="environment.reward", kind="function"))
+    function = load_object(config.reward, field="environment.reward", kind="function")
+    require_takes(function, ("completion", "row"), path=config.reward, field="environment.reward")
+    return PromptReward(function)

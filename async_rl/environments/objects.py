@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 from async_rl.errors import ConfigError
@@ -20,7 +20,7 @@ def load_object(path: str, *, field: str, kind: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ConfigError(f"{field}={path!r}: no module {error.name!r}; put its directory on PYTHONPATH") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that is no module ends itself when it is imported
         raise ConfigError(f"{field}={path!r}: importing {module_name} raised {type(error).__name__}: {error}") from error
     found = module
     for part in name.split("."):
@@ -30,6 +30,21 @@ def load_object(path: str, *, field: str, kind: str) -> Callable[..., Any]:
     if not callable(found):
         raise ConfigError(f"{field}={path!r}: {name} is a {type(found).__name__}, not a {kind}")
     return cast("Callable[..., Any]", found)
+
+
+def require_takes(function: Callable[..., Any], takes: Sequence[str], *, path: str, field: str) -> None:
+    """Raises: ConfigError if `function` cannot be called with the positional arguments that `takes` names."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some callables written in C have none: the first call will tell
+        return
+    try:
+        signature.bind(*takes)
+    except TypeError as error:
+        raise ConfigError(
+            f"{field}={path!r} is called as {path.rpartition(':')[2]}({', '.join(takes)}), but it is defined with {signature}: "
+            f"{error}"
+        ) from error
 
 
 def nearest(name: str, known: Collection[str]) -> str:

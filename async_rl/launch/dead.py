@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_rl.config import RunConfig
+from async_rl.coordinator.data_record import lengths_of, read_records
 from async_rl.coordinator.sources import TaskSource
 from async_rl.errors import CodecError, DataError, RunDirError
 from async_rl.launch.inputs import open_prompts
@@ -52,7 +53,8 @@ class DeadLetters:
         dead = await self.entry(entry_id)
         if dead.task_id is None:
             raise DataError(f"{entry_id} belongs to no task of this run: look at it (show), then drop it")
-        source = open_prompts(self.config, self.run_id)
+        lengths = lengths_of(read_records(RunLayout(self.config.run_dir).data_json))
+        source = open_prompts(self.config, self.run_id).with_lengths(lengths)
         anew = None if _is_readable(dead) else encode_task(source, dead.task_id)
         repeat = await self._next_repeat(source, dead.task_id)
         queued = await self.streams.requeue(entry_id, repeat=repeat, anew=anew)

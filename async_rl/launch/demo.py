@@ -27,6 +27,7 @@ from async_rl.launch.local import RunEnd, RunResult, run_display, supervise
 from async_rl.launch.prepare import PreparedRun, prepare
 from async_rl.launch.run_lock import run_lock
 from async_rl.launch.supervisor import catch_stop_signals
+from async_rl.launch.user_code import require_user_code
 from async_rl.launch.warmup import WarmupPlan, warm_up
 from async_rl.monitor.charts import write_reward_png
 from async_rl.monitor.figures import RunFigures, evaluation_figures, run_figures, write_figures
@@ -86,6 +87,7 @@ def run_demo(config: RunConfig, *, resume: bool = False, overwrite: bool = False
     """
     console = console or Console()
     check(config)
+    require_user_code(config)
     _require_rows(config)
     torch.set_num_threads(1)
     with run_lock(config.run_dir):
@@ -136,7 +138,7 @@ def make_model(config: RunConfig, layout: RunLayout, console: Console) -> None:
 
 def _start_evaluation(config: RunConfig, layout: RunLayout, console: Console) -> EvaluationResult:
     """Accuracy before training; measured once in a run's life."""
-    path = layout.root / "evaluation_start.json"
+    path = layout.evaluation_start_json
     if path.exists():
         return _read_evaluation(path)
     result = _evaluate(config, config.model.path, "accuracy before training", console)

@@ -25,6 +25,11 @@ def split_devices(config: RunConfig, env: Mapping[str, str]) -> tuple[Mapping[st
     if not ranks + workers:
         return {}, [{}] * config.rollout.workers
     visible = visible_devices(env)
+    if not visible:
+        asked = [f"trainer.device={config.trainer.device!r}"] if ranks else []
+        asked += [f"rollout.device={config.rollout.device!r}"] if workers else []
+        source = f"{VARIABLE} is empty" if VARIABLE in env else "the driver lists none (nvidia-smi)"
+        raise ConfigError(f"{' and '.join(asked)}, but this machine shows no GPU: {source}; set cpu, or make one visible")
     if len(set(visible)) < len(visible):
         raise ConfigError(f"{VARIABLE}={','.join(visible)} names a device twice: two roles would share it; name each one once")
     if len(visible) < ranks + workers:

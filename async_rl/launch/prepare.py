@@ -10,7 +10,10 @@ from typing import Any
 from async_rl.config import RunConfig, dump_toml, load_config
 from async_rl.config.dump import toml_value
 from async_rl.config.fields import leaf_fields
-from async_rl.errors import ConfigError, RunDirError
+from async_rl.coordinator.data_record import appended, read_records, write_records
+from async_rl.coordinator.prompts import BUILT_IN_SOURCE
+from async_rl.coordinator.rows import open_rows
+from async_rl.errors import ConfigError, DataError, RunDirError
 from async_rl.logs import redact_url
 from async_rl.run_dir.layout import RunIdentity, RunLayout, create_run, open_run, write_atomic
 
@@ -58,8 +61,8 @@ FIXED_KEYS = (
 def prepare(config: RunConfig, *, resume: bool, overwrite: bool, fork: Fork | None = None) -> PreparedRun:
     """Make or open the run directory and write the resolved config to it.
 
-    Raises: RunDirError; ConfigError if a resumed run would read other prompts, or the same in another order; CheckpointError
-    if there is nothing to fork from.
+    Raises: RunDirError; ConfigError if a resumed run would read other prompts, or the same in another order; DataError if rows
+    that it has read were removed or changed; CheckpointError if there is nothing to fork from.
     """
     if fork is not None:
         layout, identity = _forked(config, fork, overwrite=overwrite)
@@ -67,7 +70,7 @@ def prepare(config: RunConfig, *, resume: bool, overwrite: bool, fork: Fork | No
         layout, identity = open_run(config.run_dir) if resume else create_run(config.run_dir, overwrite=overwrite)
     if resume:
         _refuse_other_tasks(config, layout)
-    changes = _changes_since_last_start(config, layout) if resume else ()
+    changes = [*_changes_since_last_start(config, layout), *data_changes(config, layout)] if resume else ()
     write_config(config, layout)
     return PreparedRun(layout, identity, resume, changes)
 
@@ -91,8 +94,36 @@ def _forked(config: RunConfig, fork: Fork, *, overwrite: bool) -> tuple[RunLayou
         forked_from=f"{origin_identity.run_id}@{origin.step}",
         first_version=origin.step,
     )
-    write_fork(origin, layout, same_prompts=not _other_tasks(config, origin_layout))
+    same_prompts = not _other_tasks(config, origin_layout) and _same_rows(config, origin_layout)
+    if same_prompts and (records := read_records(origin_layout.data_json)):
+        write_records(layout.data_json, records)
+    write_fork(origin, layout, same_prompts=same_prompts)
     return layout, identity
+
+
+def data_changes(config: RunConfig, layout: RunLayout) -> Sequence[str]:
+    """A sentence for each prompt file that has more rows than when the run in `layout` was last started.
+
+    Raises: DataError if rows were removed or changed, or cannot be used.
+    """
+    records, found = read_records(layout.data_json), []
+    for entry in config.data.mix or [{"source": config.data.source}]:
+        path = Path(entry["source"])
+        if (record := records.get(path.stem)) is None or entry["source"] == BUILT_IN_SOURCE:
+            continue
+        column, split = (str(entry.get(key, getattr(config.data, key))) for key in ("prompt_column", "split"))
+        rows = open_rows(path, prompt_column=column, split=split)
+        if more := appended(rows, record, rows.where):
+            found.append(f"{rows.where}: {more:,} rows appended, {record.num_rows:,} → {rows.num_rows():,}")
+    return found
+
+
+def _same_rows(config: RunConfig, layout: RunLayout) -> bool:
+    """Whether a fork reads what the run in `layout` read: else it begins at the first prompt."""
+    try:
+        return not data_changes(config, layout)
+    except DataError:
+        return False
 
 
 def write_config(config: RunConfig, layout: RunLayout) -> None:

@@ -114,7 +114,7 @@ def role_failed(role: RoleProcess, how: str | None = None) -> RoleFailed:
     else:
         said = "\n".join(f"  {line}" for line in lines) if lines else "  (it printed nothing)"
         message = f"{role.spec.name} failed ({how}); the end of {role.output_path}:\n{said}"
-    return RoleFailed(message, role_exit_code=role.exit_code() or 1)
+    return RoleFailed(message, role_exit_code=role.exit_code() or 1, summary=f"{role.spec.name} failed ({how})")
 
 
 def signal_name(signum: int) -> str:

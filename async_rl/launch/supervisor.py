@@ -140,7 +140,8 @@ class Supervisor:
         except (AsyncRLError, ProtocolError) as error:
             if isinstance(error, ProtocolError):
                 patience_s = self._patience.stop_lost_s
-            self._display.note(f"{str(error).splitlines()[0]} Stopping the other roles …")
+            what = error.summary if isinstance(error, RoleFailed) else "the run cannot go on"
+            self._display.note(f"{what}: stopping the other roles …")  # why is said once, by who catches it
             raise
         finally:
             self._stop_all(stop, patience_s)
@@ -297,7 +298,9 @@ class Supervisor:
         unit.state = UnitState.GIVEN_UP
         self._last_given_up[unit.kind] = error
         self._on_event(Event.ROLE_GIVEN_UP, name=unit.name, count=failures)
-        self._display.note(f"{unit.name} is given up: {str(error).splitlines()[0]}")
+        ends_the_run = self._still_tried(unit.kind) < self._floors.get(unit.kind, 0)  # then the error says why
+        why = "" if ends_the_run else f": {str(error).splitlines()[0]}"
+        self._display.note(f"{unit.name} is given up{why}")
 
     def _may_start(self, unit: Unit) -> bool:
         """Due; and a trainer that was fenced comes back only when the trainer that did so is gone."""
@@ -310,6 +313,7 @@ class Supervisor:
             raise RoleFailed(
                 f"another trainer ({', '.join(sorted(others))}) trains this run: this one was fenced; stop one of the two",
                 role_exit_code=FENCED,
+                summary="the trainer was fenced",
             )
         return False
 

@@ -11,6 +11,8 @@ from async_rl.monitor.metrics_file import Follower
 from async_rl.monitor.text import count, number, seconds
 
 SILENCE_S = 60.0
+SPEAKERS = {Event.DATA_GROWN: "coordinator"}
+"""Whose word counts, where it is not the trainer's."""
 
 
 def _waiting(event: Mapping[str, Any]) -> str:
@@ -30,11 +32,12 @@ WORDS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     Event.WAITING: _waiting,
     Event.ALL_INVALID: _all_invalid,
     Event.LOGPROBS_DIFFER: _logprobs_differ,
+    Event.DATA_GROWN: lambda event: str(event.get("what")),
 }
 
 
 class Notices:
-    """Reads the trainer's new events; of a kind, one in SILENCE_S, so that none fills the screen."""
+    """Reads new events of the roles that speak; of a kind, one in SILENCE_S, so that none fills the screen."""
 
     def __init__(self, events_jsonl: Path) -> None:
         self._follower = Follower(events_jsonl)
@@ -44,11 +47,15 @@ class Notices:
 
     def new(self) -> Sequence[str]:
         """A line per notice that came since the last call."""
-        return [f"trainer: {WORDS[event['event']](event)}" for event in self._follower.new_records() if self._is_due(event)]
+        return [
+            f"{event['role']}: {WORDS[event['event']](event)}" for event in self._follower.new_records() if self._is_due(event)
+        ]
 
     def _is_due(self, event: Mapping[str, Any]) -> bool:
         kind, at = str(event.get("event")), float(event.get("time_s", 0.0))
-        if event.get("role") != "trainer" or kind not in WORDS or "version" in event:  # a wait for stragglers is everyday
+        if (
+            kind not in WORDS or event.get("role") != SPEAKERS.get(Event(kind), "trainer") or "version" in event
+        ):  # a wait for stragglers is everyday
             return False
         if at - self._told_at.get(kind, -SILENCE_S) < SILENCE_S:
             return False

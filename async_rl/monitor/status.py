@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -13,6 +15,10 @@ from async_rl.monitor.metrics_file import StepMetrics
 from async_rl.monitor.snapshot import LiveSnapshot, RunSnapshot
 from async_rl.monitor.text import count, number, program, seconds, share
 from async_rl.run_dir.evaluations import Estimate, Evaluation
+from protocol.streams import WorkerLease
+
+NAME_WIDTH = len("checkpoints")
+INDENT = (0, 0, 0, 2)
 
 STATE_STYLES = {
     "running": "bold green",
@@ -25,18 +31,35 @@ STATE_STYLES = {
 
 def print_status(snapshot: RunSnapshot, console: Console) -> None:
     """Print state, steps, last metrics and checkpoint; and, of a living run, what its server knows."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in _rows(snapshot):
-        table.add_row(name, value)
-    console.print(table)
+    console.print(_facts(_rows(snapshot)))
     if snapshot.live is not None:
-        console.print(_queue_table(snapshot.live))
-        console.print(_worker_table(snapshot.live))
+        console.print(Text())
+        console.print(_facts(_live_rows(snapshot.live)))
+        console.print(Text())
+        console.print(Padding(_queue_table(snapshot.live), INDENT))
+        console.print(Text())
+        console.print(Padding(_worker_table(snapshot.live), INDENT))
+        console.print(Text())
     elif snapshot.live_error:
         console.print(Text(f"the server does not answer: {snapshot.live_error}", style="yellow"))
     console.print(Text(f"next: {next_step(snapshot)}", style="dim"))
+
+
+def _facts(rows: Iterable[tuple[str, Text]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True, min_width=NAME_WIDTH)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def _live_rows(live: LiveSnapshot) -> Iterator[tuple[str, Text]]:
+    counters = live.counters
+    tasks = f"{counters.issued:,} tasks issued, {counters.outstanding:,} outstanding, {counters.discarded:,} discarded"
+    yield "queue", Text(f"{counters.state}, epoch {counters.epoch}: {tasks}")
+    announced = "none" if live.announced_version is None else str(live.announced_version)
+    yield "policy", Text(f"newest version {announced}")
 
 
 def next_step(snapshot: RunSnapshot) -> str:
@@ -48,6 +71,8 @@ def next_step(snapshot: RunSnapshot) -> str:
         return f"tail -f {snapshot.layout.events_jsonl}"
     if snapshot.state == "completed":
         return f"{program()} export {root} --to DIR"
+    if snapshot.layout.evaluation_start_json.exists():
+        return f"{program()} demo --run_dir={root} --resume"
     return f"{program()} run {snapshot.layout.config_toml} --resume"
 
 
@@ -106,26 +131,40 @@ def _last_step(last: StepMetrics) -> Iterator[tuple[str, Text]]:
 
 
 def _queue_table(live: LiveSnapshot) -> Table:
-    counters = live.counters
-    tasks = f"{counters.issued:,} tasks issued, {counters.outstanding} outstanding, {counters.discarded} discarded"
-    title = f"queue: {counters.state}, epoch {counters.epoch}, {tasks}"
-    table = Table("stream", "entries", "held by a worker", "oldest", title=title, title_justify="left", title_style="default")
+    table = _plain_table("stream", "entries", "held by a worker", "oldest", right=("entries", "held by a worker", "oldest"))
     for stream, depth in live.depths.items():
         table.add_row(str(stream), count(depth.length), count(depth.pending), seconds(depth.oldest_age_s))
     return table
 
 
 def _worker_table(live: LiveSnapshot) -> Table:
-    announced = "none" if live.announced_version is None else str(live.announced_version)
-    title = f"workers and engines: newest policy version {announced}"
-    table = Table("worker", "role", "lease", "engine", "serves", "", title=title, title_justify="left", title_style="default")
+    table = _plain_table("worker", "lease", "engine", "serves", "", right=("lease",))
     engines = {engine.worker_id: engine for engine in live.engines.values()}
     for worker in live.workers:
         engine = engines.pop(worker.worker_id, None)
-        told = ", ".join(f"{name} {value}" for name, value in worker.info.items() if value)
         served = "–" if engine is None or engine.serving_version is None else f"version {engine.serving_version}"
         state = "–" if engine is None else f"{engine.status} {engine.reason}".rstrip()
-        table.add_row(worker.worker_id, worker.role, seconds(worker.expires_in_s), state, served, told)
+        table.add_row(worker.worker_id, seconds(worker.expires_in_s), state, served, _told(worker))
     for engine in engines.values():
-        table.add_row(engine.worker_id, "rollout", Text("lost", style="red"), str(engine.status), "–", engine.reason)
+        table.add_row(engine.worker_id, Text("lost", style="red"), str(engine.status), "–", engine.reason)
+    return table
+
+
+def _told(worker: WorkerLease) -> str:
+    """What a worker says of itself beside the other columns: its role where the name hides it, its load, its place."""
+    info = dict(worker.info)
+    info.pop("serving_version", None)
+    host, pid = info.pop("host", ""), info.pop("pid", "")
+    in_flight = info.pop("in_flight", None)
+    parts = [] if worker.worker_id.startswith(worker.role) else [worker.role]
+    parts += [] if in_flight is None else [f"{in_flight} in flight"]
+    parts += [f"{name} {value}" for name, value in info.items() if value]
+    place = "" if host in ("", socket.gethostname()) else f" on {host}"
+    return ", ".join([*parts, *([f"pid {pid}{place}"] if pid else [])])
+
+
+def _plain_table(*names: str, right: Collection[str]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in names:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
     return table

@@ -34,6 +34,11 @@ class RunLayout:
         return self.root / "config.toml"
 
     @property
+    def data_json(self) -> Path:
+        """What the run's prompt files held, and where rows joined later."""
+        return self.root / "data.json"
+
+    @property
     def metrics_jsonl(self) -> Path:
         """A line per optimizer step, written by the trainer."""
         return self.root / "metrics.jsonl"
@@ -90,6 +95,11 @@ class RunLayout:
     def evaluation_dir(self) -> Path:
         """The policy that is evaluated now, and what was sampled from it so far."""
         return self.root / "evaluation"
+
+    @property
+    def evaluation_start_json(self) -> Path:
+        """Accuracy before training (demo)."""
+        return self.root / "evaluation_start.json"
 
     def worker_metrics_jsonl(self, worker_id: str) -> Path:
         """Busy and idle seconds of one worker, a line every few seconds."""

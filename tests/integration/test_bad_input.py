@@ -25,7 +25,7 @@ from async_rl.testing.tiny_models import save_tiny_model
 from protocol.redis_streams import RedisStreams
 
 MARK = "BAD_INPUT_TEST"
-REWARD = "def score(completion, row):\n    return float(len(completion) % 3)\n"
+REWARD = "def score(completion, row):\n    return float(len(completion) % 3)\n\ndef one(completion):\n    return 1.0\n"
 BOUNDED_S = 90.0  # far above what any of these takes: a command that hangs fails here, not at the suite's limit
 
 
@@ -79,7 +79,14 @@ def command(inputs: Path, tmp_path: Path) -> Iterator[Callable[..., Ended]]:
     """Run `python -m workers.<module> …` in an environment of its own; at the end nothing that it started is left."""
     mark = f"{MARK}={tmp_path}"
     clean = {name: value for name, value in os.environ.items() if not name.startswith("ASYNC_RL_")}
-    env = {**clean, MARK: str(tmp_path), "PYTHONPATH": str(inputs), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    env = {
+        **clean,
+        MARK: str(tmp_path),
+        "PYTHONPATH": str(inputs),
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(tmp_path),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
 
     def run(module: str, *arguments: str, before: Callable[[], None] | None = None) -> Ended:
         done = subprocess.run(
@@ -112,9 +119,26 @@ def config(inputs: Path) -> str:
         ("--trainer.max_steps=many", 2, ["trainer.max_steps = 'many'", "valid integer"]),
         ("--model.path=absent", 3, ["model.path=", "/absent does not exist", "Hugging Face causal LM"]),
         ("--data.source=absent.jsonl", 3, ["data.source='absent.jsonl' does not exist"]),
+        ("--environment.reward=absent_module:score", 2, ["no module 'absent_module'", "PYTHONPATH"]),
+        ("--environment.reward=bad_input_reward:one", 2, ["is called as one(completion, row)", "(completion)"]),
+        ("--trainer.device=cuda", 2, ["trainer.device='cuda'", "shows no GPU", "set cpu"]),
+        ("--weights.host=192.0.2.1", 2, ["weights.host='192.0.2.1' is no address of this machine"]),
+        ("--redis.lease_s=1e-9", 2, ["redis.lease_s = 1e-09", "greater than or equal to 0.5"]),
         ("--environment.name=sort_digit", 2, ["environment.name='sort_digit'", "did you mean 'sort_digits'?", "prompt_reward"]),
     ],
-    ids=["wrong key", "wrong type", "missing model", "missing data", "unknown environment"],
+    ids=[
+        *(
+            "wrong key",
+            "wrong type",
+            "missing model",
+            "missing data",
+            "missing module",
+            "wrong signature",
+            "no GPU",
+            "not ours",
+        ),
+        *("absurd value", "unknown environment"),
+    ],
 )
 def test_a_run_that_cannot_work_says_why_and_makes_nothing(
     command: Callable[..., Ended], config: str, tmp_path: Path, argument: str, code: int, parts: Sequence[str]
@@ -188,6 +212,8 @@ def test_a_prompt_longer_than_the_context_stops_the_run_and_stays_in_the_queue(
     assert ended.code == 3
     for part in ("rollout-0 failed (exit code 3", "task long:", ":0:0: ", "300 tokens", "256", "data.on_long_prompt = 'skip'"):
         assert part in ended.error
+    assert "rollout-0 failed (exit code 3): stopping the other roles" in ended.out
+    assert "300 tokens" not in ended.out  # said once
     layout = RunLayout(tmp_path / "run")
     run_id = json.loads(layout.run_json.read_text())["run_id"]
     with EmbeddedRedis(layout.redis_dir) as server:

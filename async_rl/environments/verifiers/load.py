@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from async_rl.environments.objects import construct, load_object, nearest
+from async_rl.environments.objects import construct, load_object, nearest, require_takes
 from async_rl.environments.verified import Part, Verified, verified
 from async_rl.environments.verifiers.base import GroupVerifier, Verifier
 from async_rl.environments.verifiers.code_tests import CodeTests
@@ -66,6 +66,7 @@ def load_verifier(use: str, args: Mapping[str, Any], *, field: str) -> Verifier 
         return built if isinstance(built, GroupVerifier) or hasattr(built, "verify") else FunctionVerifier(built)
     if args:
         raise ConfigError(f"{field}: {use!r} is a function and takes no further arguments ({', '.join(args)}); use a class")
+    require_takes(loaded, ("completion", "row"), path=use, field=f"{field}.use")
     return FunctionVerifier(loaded)
 
 
@@ -80,6 +81,8 @@ def _part(entry: Mapping[str, Any], field: str) -> Part:
             raise ConfigError(f"{field}: unknown {', '.join(args)}")
         kind = "group" if "group" in entry else "trl"
         function = load_object(path, field=f"{field}.{kind}", kind="function")
+        if kind == "group":
+            require_takes(function, ("completions", "rows"), path=path, field=f"{field}.{kind}")
         verifier: Verifier | GroupVerifier = GroupFunctionVerifier(function) if kind == "group" else TrlReward(function)
     else:
         if timeout_s is not None and "timeout_s" in inspect.signature(VERIFIERS.get(path, verify)).parameters:

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, get_args, get_origin
 
 import pytest
+from pydantic import ValidationError
 
 from async_rl.config import RunConfig, check
+from async_rl.config.fields import leaf_fields
 from async_rl.errors import ConfigError
 
 
@@ -98,6 +101,14 @@ def test_each_loss_brings_the_defaults_of_its_paper(loss, clip, aggregation):
         ({"redis": {"url": "rediss://h", "ca_file": "/none.pem"}}, ["redis.ca_file='/none.pem' is no file"]),
         ({"redis": {"url": "rediss://h", "cert_file": __file__}}, ["redis.cert_file is set", "redis.key_file is not"]),
         ({"redis": {"url": "rediss://h", "key_file": __file__}}, ["redis.key_file is set", "redis.cert_file is not"]),
+        ({"redis": {"url": "redis://:6379/0"}}, ["redis.url names no host", "redis://host:port/number"]),
+        ({"redis": {"url": "redis://h:99999/0"}}, ["redis.url cannot be read: port out of range"]),
+        ({"redis": {"url": "redis://h:x/0"}}, ["redis.url cannot be read: port could not be cast"]),
+        ({"launch": {"backoff_s": 60.0}}, ["launch.backoff_s=60", "launch.max_backoff_s=30", "raise the other"]),
+        (
+            {"data": {"mix": [{"source": "a.jsonl", "weight": math.nan}]}, "environment": {"name": "verify"}},
+            ["data.mix[0].weight=nan", "finite"],
+        ),
         ({"trainer": {"world_size": 9, "groups_per_step": 1}}, ["world_size=9", "8 trajectories"]),
         ({"rollout": {"vllm": {"servers": ["http://a"]}}}, ["rollout.vllm.servers has 1", "'torch'", "vllm-server"]),
         (
@@ -122,6 +133,55 @@ def test_what_cannot_work_is_refused_with_field_value_bound_and_remedy(sections,
     assert "\n" not in message
     for part in parts:
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("redis.lease_s", 1e-9),
+        ("redis.lease_s", 1e12),
+        ("redis.timeout_s", 0.0),
+        ("redis.retry_s", -1.0),
+        ("redis.max_message_bytes", 2**40),
+        ("launch.stop_s", math.nan),
+        ("launch.backoff_s", math.inf),
+        ("reward.timeout_s", 1e-6),
+        ("reward.workers", 10**7),
+        ("rollout.temperature", 1e-9),
+        ("rollout.temperature", 1e9),
+        ("rollout.workers", -1),
+        ("rollout.max_new_tokens", 10**12),
+        ("rollout.device", "gpu"),
+        ("rollout.device", "cuda:x"),
+        ("trainer.device", ""),
+        ("trainer.learning_rate", 10.0),
+        ("trainer.learning_rate", -1e-5),
+        ("trainer.max_steps", 10**30),
+        ("trainer.weight_decay", 100.0),
+        ("trainer.num_threads", 10**6),
+        ("checkpoint.every_s", 1e-9),
+        ("staleness.max_lag", 10**20),
+        ("weights.deadline_s", 1e-9),
+        ("algorithm.kl_coef", 1e9),
+        ("algorithm.advantage_eps", 1e9),
+        ("validation.tolerance", math.inf),
+    ],
+)
+def test_absurd_values_are_out_of_bounds(key, value):
+    section, _, name = key.partition(".")
+    with pytest.raises(ValidationError) as error:
+        config(**{section: {name: value}})
+    assert [item["loc"] for item in error.value.errors()] == [(section, name)]
+
+
+def test_every_number_has_a_lower_and_an_upper_bound():
+    for key, field in leaf_fields(RunConfig).items():
+        numeric = {int, float} & {field.annotation, *get_args(field.annotation)}
+        if not numeric or get_origin(field.annotation) in (tuple, list, dict):
+            continue
+        kinds = {type(bound).__name__ for bound in field.metadata}
+        assert kinds & {"Ge", "Gt"}, key
+        assert kinds & {"Le", "Lt"}, key
 
 
 @pytest.mark.parametrize(

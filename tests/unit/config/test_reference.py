@@ -22,11 +22,11 @@ def test_page_has_one_row_per_setting():
 
 def test_row_says_type_bounds_default_and_meaning():
     assert (
-        "| `algorithm.advantage_eps` | number, > 0 | `1e-06` | Added to the standard deviation of a group's rewards. |"
+        "| `algorithm.advantage_eps` | number, > 0, ≤ 1 | `1e-06` | Added to the standard deviation of a group's rewards. |"
         in reference().splitlines()
     )
     assert '| `rollout.kv` | `recompute` or `keep` | `"recompute"` |' in reference()
-    assert "| `rollout.max_context` | integer or unset, ≥ 2 | unset |" in reference()
+    assert "| `rollout.max_context` | integer or unset, ≥ 2, ≤ 2^24 | unset |" in reference()
     assert "| `model.path` | path | required |" in reference()
     assert "| `trainer.betas` | list of 2 numbers | `[0.9, 0.999]` |" in reference()
 

@@ -62,7 +62,7 @@ def test_a_task_without_prompts_of_its_own_is_refused_before_anything_is_written
         [
             f"--run_dir={tmp_path}/d",
             "--environment.name=prompt_reward",
-            "--environment.reward=math:sqrt",
+            "--environment.reward=operator:eq",
             "--data.source=x.jsonl",
             "--environment.args={}",
         ]

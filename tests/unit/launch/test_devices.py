@@ -46,7 +46,9 @@ def test_without_a_gpu_role_nothing_is_touched() -> None:
     assert split_devices(config(ranks=2, workers=2, trainer="cpu", rollout="cpu"), {}) == ({}, [{}, {}])
 
 
-@pytest.mark.parametrize(("devices", "message"), [("4,5,6", "need 4: they would overlap"), ("4,5,4,6", "twice"), ("", "none")])
+@pytest.mark.parametrize(
+    ("devices", "message"), [("4,5,6", "need 4: they would overlap"), ("4,5,4,6", "twice"), ("", "shows no GPU")]
+)
 def test_overlap_is_refused(devices: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         split_devices(config(ranks=2, workers=2), {VARIABLE: devices})

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from async_rl.config import RunConfig, load_config
-from async_rl.errors import ConfigError
+from async_rl.coordinator.data_record import settle
+from async_rl.coordinator.sources import open_source
+from async_rl.environments.load import load_environment
+from async_rl.errors import ConfigError, DataError
 from async_rl.launch.prepare import prepare
 
 
@@ -41,3 +44,16 @@ def test_a_resumed_run_may_train_further_and_otherwise(tmp_path: Path) -> None:
         "staleness.max_lag",
         "trainer.max_steps",
     ]
+
+
+def test_a_resumed_run_says_which_file_grew_and_refuses_what_changed(tmp_path: Path) -> None:
+    prompts = tmp_path / "rows.jsonl"
+    prompts.write_text('{"prompt": "1>"}\n{"prompt": "2>"}\n')
+    own = config(tmp_path, f"--data.source={prompts}")
+    layout = prepare(own, resume=False, overwrite=False).layout
+    settle(open_source(own, "run", load_environment(own.environment)), layout.data_json, cursor=0, known_ids=list)
+    prompts.write_text('{"prompt": "1>"}\n{"prompt": "2>"}\n{"prompt": "3>"}\n')
+    assert prepare(own, resume=True, overwrite=False).changes == [f"data.source='{prompts}': 1 rows appended, 2 → 3"]
+    prompts.write_text('{"prompt": "1>"}\n{"prompt": "9>"}\n{"prompt": "3>"}\n')
+    with pytest.raises(DataError, match=r"row 1 \(from 0\) changed since"):
+        prepare(own, resume=True, overwrite=False)

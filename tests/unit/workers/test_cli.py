@@ -141,6 +141,17 @@ def test_config_of_a_run_is_what_it_runs_with_whatever_the_environment_says(
     assert row.split()[:2] == ["seed", "0"]
 
 
+def test_config_shows_a_file_that_names_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text("[trainer]\nmax_steps = 7\n")
+    assert call("config", str(path)) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert lines["model.path"].split()[1:] == ["not", "set", "needed:", "--model.path=…", "or", "ASYNC_RL_MODEL__PATH"]
+    assert lines["trainer.max_steps"].split()[1] == "7"
+    assert call("config", str(path), "--toml") == 2  # what it prints can be loaded, so it is whole
+    assert "model.path is not set" in capsys.readouterr().err
+
+
 def test_config_as_toml_hides_passwords(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("config", str(config_file), "--toml", "--redis.url=redis://me:hunter2@host/0") == 0
     shown = capsys.readouterr().out
