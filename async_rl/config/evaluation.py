@@ -24,7 +24,7 @@ class EvaluationConfig(StrictModel):
     """Completions per prompt."""
     k: list[int] = Field(default_factory=lambda: [1])
     """pass@k for these k, each at most `samples`."""
-    success: float = 1.0
+    success: float = Field(1.0, ge=-1e9, le=1e9)
     """A completion passes with at least this reward."""
     by: str | None = None
     """Column whose values divide the prompts. Unset: their source."""

@@ -16,6 +16,7 @@ ELSEWHERE: Mapping[str, str] = {
     "beta1": "trainer.betas",
     "clip_eps": "algorithm.clip_low",
     "epochs": "data.data_epochs",
+    "learning_rate": "trainer.learning_rate",
     "lr": "trainer.learning_rate",
     "max_grad_norm": "trainer.grad_clip",
     "max_length": "rollout.max_context",
