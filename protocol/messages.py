@@ -77,7 +77,10 @@ class PromptTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fal
 
 
 class Reward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """A score with its named components, or *invalid* with a reason. Infrastructure failures are invalid, never 0."""
+    """A score with its named components, or *invalid* with a reason. Infrastructure failures are invalid, never 0.
+
+    The component `turn.N` is what turn N (from 1) earned; it is part of the value.
+    """
 
     value: float | None
     components: Mapping[str, float] = msgspec.field(default_factory=dict)
