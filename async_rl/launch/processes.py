@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from async_rl.errors import RoleFailed
+from async_rl.leash import leashed
 
 TAIL_BYTES = 16_384
 OWN_ERROR = "error: "  # how our commands end when they fail on purpose
 UNFORESEEN = "error: unexpected"
-LEASH = Path(__file__).with_name("leash.py")
 ALLOCATOR: Mapping[str, str] = {
     "MALLOC_MMAP_THRESHOLD_": str(64 * 2**20),
     "MALLOC_TRIM_THRESHOLD_": str(256 * 2**20),
@@ -54,7 +53,7 @@ class RoleProcess:
         self._output_start = self.output_path.stat().st_size if self.output_path.exists() else 0
         with self.output_path.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(LEASH), str(os.getpid()), *spec.command],
+                leashed(spec.command),
                 env={**os.environ, **spec.env},
                 stdin=subprocess.DEVNULL,
                 stdout=output,

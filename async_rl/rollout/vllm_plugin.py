@@ -8,6 +8,7 @@ ask it to drain, do not reach them: they are needed for that.
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -34,7 +35,8 @@ def end_with_parent() -> None:
         return
     if os.getsid(0) != os.getpid():  # the leader of a session is alone in its group
         os.setpgid(0, 0)
-    parent = os.getppid()
+    parent, started_by = os.getppid(), multiprocessing.parent_process()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent or parent == 1:  # it died before the request was made
+    # It may have died before the request was made: importing vLLM takes seconds. Orphans are not always the first process's.
+    if os.getppid() != parent or parent == 1 or (started_by is not None and not started_by.is_alive()):
         os.kill(os.getpid(), signal.SIGKILL)

@@ -22,6 +22,7 @@ import aiohttp
 
 from async_rl.config.rollout import RolloutConfig
 from async_rl.errors import EngineError
+from async_rl.leash import leashed
 from async_rl.rollout.vllm_host import (
     DIGESTS_METHOD,
     OUTPUT_EVERY,
@@ -62,8 +63,9 @@ class ServerProcess:
         variables = {**own, **os.environ, "ASYNC_RL_VLLM_STARTER": str(os.getpid()), "VLLM_SERVER_DEV_MODE": "1"}
         flags = [*command_flags(self._arguments), "--tokens-only", "--uds", str(self.socket)]
         quiet = ["--uvicorn-log-level", "warning", "--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags, *quiet]
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags, *quiet,
+            *leashed(command),  # from its first moment on: vLLM takes seconds to import, and our plugin comes after that
             env=variables, stdin=asyncio.subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -142,3 +143,35 @@ def test_a_process_of_vllm_ends_with_the_one_that_started_it() -> None:
     starter.stdout.close()
     assert starter.stdin is not None
     starter.stdin.close()
+
+
+ORPHANED = """
+import ctypes, multiprocessing, os, signal, subprocess, sys
+from async_rl.rollout.vllm_plugin import end_with_parent
+
+def core():
+    multiprocessing.parent_process().join()
+    end_with_parent()
+
+if __name__ == "__main__" and sys.argv[1] == "starter":
+    os.environ["ASYNC_RL_VLLM_STARTER"] = str(os.getpid())
+    process = multiprocessing.get_context("spawn").Process(target=core)
+    process.start()
+    print(process.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+elif __name__ == "__main__":
+    PR_SET_CHILD_SUBREAPER = 36  # as service managers have it: orphans are this one's children, not the first process's
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    with subprocess.Popen([sys.executable, __file__, "starter"], stdout=subprocess.PIPE, text=True) as starter:
+        core_pid = int(starter.stdout.readline())
+        starter.wait()
+        print(os.waitstatus_to_exitcode(os.waitpid(core_pid, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can tie a process to its parent")
+def test_a_process_of_vllm_whose_starter_died_while_it_was_imported_ends_too(tmp_path: Path) -> None:
+    script = tmp_path / "orphaned.py"
+    script.write_text(ORPHANED)
+    run = subprocess.run([sys.executable, str(script), "reaper"], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout == f"{-signal.SIGKILL}\n", run.stderr

@@ -1,4 +1,4 @@
-"""Start a command that cannot outlive the process that started it. Run as a script: `leash.py PARENT_PID COMMAND…`.
+"""Start a command that cannot outlive the process that started it. As a script: `leash.py PARENT_PID COMMAND…`.
 
 It asks the kernel for SIGKILL at the parent's death (Linux; the request survives exec), and becomes the command. A small
 script of its own, and not a `preexec_fn`: running Python between fork and exec is unsafe in a process with threads.
@@ -10,8 +10,14 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 PR_SET_PDEATHSIG = 1
+
+
+def leashed(command: Sequence[str]) -> list[str]:
+    """What to run instead of `command`, from this process."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 
 def main() -> None:
