@@ -119,7 +119,7 @@ class Program:
         self.gradients("rank_0_masked", self.tied, [pack([masked], 100), pack([one], 100)])
         groups = group_samples(PROMPTS, COMPLETIONS)
         for name in ("token_mean", "sequence_mean_of_means", "sequence_mean_of_sums"):
-            for max_tokens in (1000, 60, 30):
+            for max_tokens in (1000, 60, 30, 1):
                 cut = balance(groups, max_tokens, 2, share_prompts=True)
                 self.gradients(f"{name}_{max_tokens}", self.tied, cut, gspo, aggregation=Aggregation(name))
         self.gradients("one_group", self.tied, balance(groups[:3], 1000, 2, share_prompts=True), gspo)
