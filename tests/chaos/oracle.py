@@ -1,6 +1,6 @@
 """The exact oracle: a trainer killed with -9 at random points ends with the weights of one that was never killed.
 
-    python tests/chaos/oracle.py [--kills 200] [--fences 10] [--smoke] [--seed N] [--world-size 1] [--out runs/oracle]
+    python tests/chaos/oracle.py [--kills 200] [--fences 10] [--smoke] [--seed N] [--world-size 1] [--patience 4] [--out DIR]
 
 Three runs over one recorded stream, each on a real server of its own: one with kills, one without, and one whose trainers are
 stopped (SIGSTOP) while another starts, and wake (SIGCONT) when that one is ahead. Parameters, moments and ledger must be equal,
@@ -40,7 +40,7 @@ from async_rl.trainer.checkpoint import completed, model_state
 from async_rl.trainer.replay import newest_checkpoint, replay
 
 FULL, SMOKE = (200, 10), (15, 2)  # kills, fences
-PATIENCE_S = 4.0  # for the moment that a kill is aimed at; then it is killed where it is
+PATIENCE_S = 4.0  # for the moment that a kill is aimed at; then it is killed where it is. A busy machine needs more: --patience
 DEADLINE_S = 60.0
 SETTLED_S = 3.0  # a checkpoint, and what follows one, are written beside training
 POLL_S, LOOK_S = 0.0005, 0.005  # for a mark; for a process
@@ -83,6 +83,7 @@ class Torment:
 
     world: World
     rng: random.Random
+    patience_s: float
     kills: list[Kill] = field(default_factory=list)
 
     async def run(self, aims: Sequence[Aim]) -> int:
@@ -107,7 +108,7 @@ class Torment:
         trained = world.version()
         pids = world.start()
         victim = pids[aim.rank]
-        end = time.monotonic() + PATIENCE_S
+        end = time.monotonic() + self.patience_s
         when = _Moment(world, feeder, aim, rng)
         looked = 0.0
         while time.monotonic() < end and not when.has_come():
@@ -208,7 +209,7 @@ async def run_straight(world: World, batches: int) -> None:
         await run_to_the_end(world)
 
 
-async def run_with_fences(world: World, rounds: int, rng: random.Random) -> Counter[str]:
+async def run_with_fences(world: World, rounds: int, rng: random.Random, patience_s: float) -> Counter[str]:
     """Stop a trainer somewhere, let the next one get ahead, wake the old one: it ends, and nothing has changed."""
     ends: Counter[str] = Counter()
     async with world.feeding() as feeder:
@@ -218,7 +219,7 @@ async def run_with_fences(world: World, rounds: int, rng: random.Random) -> Coun
             (old,) = world.start()
             await _started(world)  # one that has no epoch yet would rightly fence the next
             aim = Aim(FENCED_PHASES[number % len(FENCED_PHASES)])
-            moment, end = _Moment(world, feeder, aim, rng), time.monotonic() + PATIENCE_S
+            moment, end = _Moment(world, feeder, aim, rng), time.monotonic() + patience_s
             while time.monotonic() < end:
                 await asyncio.sleep(POLL_S)
                 if moment.has_come():
@@ -274,7 +275,7 @@ async def _end_of(world: World, pid: int) -> None:
 
 
 async def oracle(
-    directory: Path, parent: TrainerParent, *, kills: int, fences: int, seed: int, world_size: int
+    directory: Path, parent: TrainerParent, *, kills: int, fences: int, seed: int, world_size: int, patience_s: float
 ) -> dict[str, Any]:
     """Run it all and return the summary."""
     rng, stream = random.Random(seed), RecordedStream()
@@ -282,7 +283,7 @@ async def oracle(
     summary: dict[str, Any] = {"seed": seed, "world_size": world_size}
     if fences and world_size == 1:
         with World(directory / "fenced", stream, parent, **MANY_SEGMENTS) as fenced:
-            ends = await run_with_fences(fenced, fences, rng)
+            ends = await run_with_fences(fenced, fences, rng, patience_s)
         summary |= {
             "fenced": fences,
             "fenced_ends": dict(ends),
@@ -291,7 +292,7 @@ async def oracle(
         }
     begun = time.monotonic()
     with World(directory / "killed", stream, parent, world_size=world_size, **MANY_SEGMENTS) as killed:
-        torment = Torment(killed, rng)
+        torment = Torment(killed, rng, patience_s)
         batches = await torment.run(plan(kills, world_size, rng))
     with_kills_s = time.monotonic() - begun
     with World(directory / "straight", stream, parent, world_size=world_size) as straight:
@@ -389,6 +390,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--seed", type=int, default=None, help="default: from the clock; it is printed")
     parser.add_argument("--world-size", type=int, default=1, help="ranks of the trainer; one of them is killed")
+    parser.add_argument("--patience", type=float, default=PATIENCE_S, help="seconds that a kill waits for its moment")
     parser.add_argument("--out", type=Path, default=Path("runs/oracle"))
     arguments = parser.parse_args(argv)
     defaults = SMOKE if arguments.smoke else FULL
@@ -400,9 +402,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(f"{kills} kills, {fences} fences, seed {seed}", highlight=False)
     directory = Path(tempfile.mkdtemp(prefix="arl-oracle-"))
     chosen = {"kills": kills, "fences": fences, "seed": seed, "world_size": arguments.world_size}
+    patience_s: float = arguments.patience
     try:
         with TrainerParent() as parent:
-            summary = asyncio.run(oracle(directory, parent, **chosen))
+            summary = asyncio.run(oracle(directory, parent, **chosen, patience_s=patience_s))
     except BaseException:
         console.print(f"the runs are kept in {directory}")
         raise
