@@ -51,7 +51,7 @@ class RunView:
         """One line: `step 120/800 · reward 0.71 · lag 1.2 (max 3) · 2,410 tokens/s · push 38 ms · idle trainer 12 %`."""
         last = self.history.last()
         if last is None:
-            return f"starting, {seconds(self._now() - self._started)}"
+            return f"starting (model, engine, first weight push), {seconds(self._now() - self._started)}"
         return (
             f"step {last.step}/{self._max_steps} · reward {number(self._recent('reward_mean'))} · "
             f"lag {number(self._recent('lag_mean'), 1)} (max {count(self._maximum('lag_max'))}) · "
