@@ -29,7 +29,7 @@ from async_rl.testing.proxy import Faults, FaultyProxy
 
 ACCURACY = 0.90
 SMOKE_STEPS = 150
-SECONDS, SMOKE_SECONDS = 1500.0, 500.0
+SECONDS, SMOKE_SECONDS = 2400.0, 500.0
 FAULTS = Faults(delay_s=0.002, lose_requests=0.001, lose_replies=0.001)
 FLAGS = ("--reward.placement=workers", "--redis.lease_s=5", "--checkpoint.every_steps=50")
 

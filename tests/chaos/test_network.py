@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parent / "network.py"
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(1700)
+@pytest.mark.timeout(2600)
 def test_a_run_over_a_bad_network_loses_nothing_and_learns_all_the_same(
     request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
 ) -> None:
