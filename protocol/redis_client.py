@@ -20,11 +20,13 @@ from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
     ClusterDownError,
+    ExecAbortError,
     NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
+    ResponseError,
     TryAgainError,
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -47,7 +49,7 @@ _PLAIN_SCRIPTS = frozenset(
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.02, 1.0
 _READ_SIZE_BYTES = 2**20
 _UNAVAILABLE_ERRORS = (ReadOnlyError, ClusterDownError, TryAgainError)
-_UNAVAILABLE_REPLIES = ("MISCONF", "NOREPLICAS", "BUSY Redis", "BUSY Valkey")
+_UNAVAILABLE_REPLIES = ("MISCONF", "READONLY", "NOREPLICAS", "BUSY Redis", "BUSY Valkey")
 """What a server answers that will be usable again (failing over, its disk full, in a long script)."""
 _USER, _QUERY = re.compile(r"//\S*@"), re.compile(r"\?\S*")
 _CUT_TLS = frozenset({"UNEXPECTED_EOF_WHILE_READING", "APPLICATION_DATA_AFTER_CLOSE_NOTIFY"})
@@ -63,15 +65,22 @@ def _load_scripts() -> dict[str, tuple[str, str]]:
     return {name: (sha1(source.encode(), usedforsecurity=False).hexdigest(), source) for name, source in sources.items()}
 
 
-def _with_fast_packing(connection_class: type[Any]) -> type[Any]:
-    """The same connection, its commands packed in C by hiredis; redis-py's asyncio side does it in Python, part by part."""
+def _quick(connection_class: type[Any]) -> type[Any]:
+    """The same connection, quicker at many commands at once: packed in C by hiredis (redis-py's asyncio side does it in Python,
+    part by part), their replies taken without a coroutine for each."""
 
     def pack_command(self: object, *args: Any) -> list[bytes]:
         if isinstance(args[0], str) and " " in args[0]:  # redis-py names some commands in two words
             args = (*args[0].split(), *args[1:])
         return [hiredis.pack_command(args)]
 
-    return type(f"FastPacking{connection_class.__name__}", (connection_class,), {"pack_command": pack_command})
+    def buffered_reply(self: Any) -> Any:
+        """A short reply that has arrived; something that is neither bytes nor an error if there is none."""
+        reader = getattr(self._parser, "_reader", None)
+        return reader.gets() if isinstance(reader, hiredis.Reader) else None
+
+    methods = {"pack_command": pack_command, "buffered_reply": buffered_reply}
+    return type(f"Quick{connection_class.__name__}", (connection_class,), methods)
 
 
 class RedisClient:
@@ -117,7 +126,7 @@ class RedisClient:
             )
         except ValueError as error:
             raise QueueRefused(f"redis.url={self.shown_url!r}: {error}; use redis://, rediss:// or unix://") from error
-        self._pool.connection_class = _with_fast_packing(self._pool.connection_class)
+        self._pool.connection_class = _quick(self._pool.connection_class)
         self.redis: Redis = Redis(connection_pool=self._pool)
         """An ordinary redis-py client over the same connections."""
         # Replies as they come: reshaping thousands of entries costs more than reading them. (`execute_command` is untyped.)
@@ -142,10 +151,8 @@ class RedisClient:
 
         return await self.run(str(commands[0][0]), send, block_s=block_s)
 
-    async def script(
-        self, name: str, keys: Sequence[str], args: Sequence[Any], *, retry_s: float | None = None, wait_if_full: bool = False
-    ) -> Any:
-        """One Lua script's raw reply. Raises: EpochFenced, QueueFull (at once, or after retry_s of `wait_if_full`)."""
+    async def script(self, name: str, keys: Sequence[str], args: Sequence[Any], *, retry_s: float | None = None) -> Any:
+        """One Lua script's raw reply. Raises: EpochFenced, QueueFull (at once)."""
         digest, source = self._scripts[name]
 
         async def call() -> Any:
@@ -155,7 +162,30 @@ class RedisClient:
                 await self._raw.execute_command("SCRIPT", "LOAD", source)
                 return await self._raw.execute_command("EVALSHA", digest, len(keys), *keys, *args)
 
-        return await self.run(name, call, retry_s=retry_s, wait_if_full=wait_if_full)
+        return await self.run(name, call, retry_s=retry_s)
+
+    async def transaction(
+        self, script: str, commands: Sequence[tuple[Any, ...]], keys: Sequence[str], args: Sequence[Any]
+    ) -> list[Any]:
+        """`commands` and, after them, a script, in one MULTI; their raw replies. While the server is full it is tried again.
+
+        The script's source is sent with it: that a server does not know a digest shows only when the commands are done.
+        Raises: QueueFull after retry_s.
+        """
+        _, source = self._scripts[script]
+        pool: Any = self._pool  # its methods are untyped
+        whole: list[tuple[Any, ...]] = [("MULTI",), *commands, ("EVAL", source, len(keys), *keys, *args), ("EXEC",)]
+
+        async def send() -> list[Any]:
+            # Not redis-py's pipeline: what that does for each of hundreds of commands costs more than sending them.
+            connection = await pool.get_connection()
+            try:
+                await connection.send_packed_command([hiredis.pack_command(command) for command in whole])
+                return _executed(await _replies(connection, len(whole)))
+            finally:
+                await pool.release(connection)
+
+        return await self.run(script, send, wait_if_full=True)
 
     async def load_scripts(self) -> None:
         """Send the server every script, so that later calls need one round trip."""
@@ -191,7 +221,7 @@ class RedisClient:
 
     def _translate(self, name: str, error: Exception) -> ProtocolError:
         text = str(error)
-        if isinstance(error, OutOfMemoryError) or "-OOM command not allowed" in text:  # as 6.2 says it
+        if isinstance(error, OutOfMemoryError) or "OOM command not allowed" in text:  # as 6.2 and EXEC say it
             return QueueFull(f"redis at {self.shown_url} is at maxmemory and refuses {name}; raise maxmemory or let it drain")
         if (refusal := _refusal(error)) is not None:
             return QueueRefused(f"redis at {self.shown_url} refuses {name}: {refusal}")
@@ -208,6 +238,33 @@ class RedisClient:
         if any(sign in text for sign in _LOST_STREAM_REPLIES):
             return StreamsLost(f"redis at {self.shown_url} lost a stream or its group ({name}: {text})")
         return QueueRefused(f"redis at {self.shown_url} refuses {name}: {text}")
+
+
+async def _replies(connection: Any, count: int) -> list[Any]:
+    """The next `count` replies; an error reply is one of them, for others follow it."""
+    replies: list[Any] = []
+    while len(replies) < count:
+        try:
+            replies.append(await connection.read_response())
+        except ResponseError as error:
+            replies.append(error)
+        # What came together is taken together: a coroutine for each QUEUED costs more than what is queued.
+        while len(replies) < count - 1 and isinstance(reply := connection.buffered_reply(), bytes | ResponseError):
+            replies.append(reply)
+    return replies
+
+
+def _executed(answers: Sequence[Any]) -> list[Any]:
+    """What EXEC answered, the last one. Raises: the error of a command that was refused, or that failed."""
+    executed = answers[-1]
+    if isinstance(executed, ExecAbortError):  # the reason is what a command was answered instead of QUEUED, if it was
+        raise next(answer for answer in answers if isinstance(answer, ResponseError))
+    if isinstance(executed, ResponseError):
+        raise executed
+    for answer in executed:
+        if isinstance(answer, ResponseError):
+            raise answer
+    return list(executed)
 
 
 def _refusal(error: Exception) -> str | None:

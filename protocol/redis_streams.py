@@ -86,6 +86,7 @@ class RedisStreams:
     async def open(self) -> None:
         info = replies.info(await self._client.execute("INFO", retry_s=self._timeout_s))
         replies.check_server(info, self._client.shown_url)
+        await self._client.pipeline([("MULTI",), ("EXEC",)])  # without the right to, what `publish` sends would come apart
         await self._client.load_scripts()
         await self._create_streams()
 
@@ -194,17 +195,26 @@ class RedisStreams:
             check_size(publication.payload, self._max_message_bytes, f"group for {publication.target.value}")
         done: list[bool] = []
         for (source, target), same in groupby(publications, lambda publication: (publication.source, publication.target)):
-            keys = [self.keys.state, self.keys.outstanding, self.keys.stream(source), self.keys.stream(target), self.keys.none]
             for batch in _batches([*same], lambda publication: len(publication.payload)):
                 task_ids = [publication.task_id for publication in batch]
                 if None in task_ids:
                     task_ids = await self._task_ids(batch)
-                args: list[object] = [GROUP_OF[source], source.value, target.value, len(batch)]
-                args += [publication.entry_id for publication in batch]
-                args += [task_id or "" for task_id in task_ids]
-                args += [publication.payload for publication in batch]
-                done += map(bool, await self._client.script("publish", keys, args, wait_if_full=True))
+                done += await self._move(source, target, batch, [task_id or "" for task_id in task_ids])
         return done
+
+    async def _move(
+        self, source: Stream, target: Stream, batch: Sequence[Publication], task_ids: Sequence[str]
+    ) -> Iterable[bool]:
+        """One transaction: every group is added, then the script takes out again what should not have been."""
+        source_key, target_key = self.keys.stream(source), self.keys.stream(target)
+        adds = [
+            ("XADD", target_key, "*", "t", task_id, "d", publication.payload)
+            for task_id, publication in zip(task_ids, batch, strict=True)
+        ]
+        keys = [self.keys.state, self.keys.outstanding, source_key, target_key, self.keys.none]
+        args = [GROUP_OF[source], source.value, target.value, *(publication.entry_id for publication in batch), *task_ids]
+        *_, moved = await self._client.transaction("publish", adds, keys, args)
+        return map(bool, moved)
 
     async def _task_ids(self, publications: Sequence[Publication]) -> list[str | None]:
         """What the source entries say; None where the entry is gone or not ours."""

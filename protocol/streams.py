@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from msgspec import Struct
+
 from protocol.errors import MessageTooLarge
 
 
@@ -40,8 +42,7 @@ class RunState(StrEnum):
     ENDED = "ended"  # nothing is issued or published any more
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(Struct, frozen=True, gc=False):
     """One entry handed to one consumer. It is theirs until acknowledged, or until their lease is gone."""
 
     stream: Stream
@@ -51,16 +52,14 @@ class Delivery:
     task_id: str | None = None  # as the queue knows it, even if the payload cannot be read; None: not one of our entries
 
 
-@dataclass(frozen=True, slots=True)
-class IssuedTask:
+class IssuedTask(Struct, frozen=True, gc=False):
     """A task as the coordinator hands it to `issue`."""
 
     task_id: str
     payload: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Publication:
+class Publication(Struct, frozen=True, gc=False):
     """A finished group, and the entry that it takes the place of."""
 
     source: Stream  # TASKS or UNSCORED
@@ -70,8 +69,7 @@ class Publication:
     task_id: str | None = None  # of the delivery; None: looked up in the source entry, one more round trip
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Struct, frozen=True, gc=False):
     """A group that is in the intake log and may leave the stream."""
 
     entry_id: str

@@ -68,6 +68,45 @@ async def _publish_one(streams: RedisStreams, payload: bytes, worker: str = "w0"
     assert await streams.publish([Publication(Stream.TASKS, task.entry_id, Stream.GROUPS, payload)]) == [True]
 
 
+# -- publish ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("last_id", [None, "99999999999999-5", f"99999999999999-{2**64 - 3}", f"99999999999999-{2**60}"])
+async def test_publish_knows_where_each_group_is_and_leaves_nothing_else_behind(
+    server: EmbeddedRedis, last_id: str | None
+) -> None:
+    """Also where the ids of one batch do not follow each other, as when the clock ticks in between (Redis 6.2)."""
+    async with _open(server.url) as streams:
+        groups = streams.keys.stream(Stream.GROUPS)
+        if last_id is not None:  # of an entry that has gone; new ones get higher ids
+            await streams.client.xadd(groups, {"d": "x"}, id=last_id)
+            await streams.client.xdel(groups, last_id)
+        await _issue(streams, "a", "b", "c", "d")
+        a, b, c, d = await streams.read(Stream.TASKS, "w0", count=4, block_s=0)
+        await streams.publish([Publication(Stream.TASKS, b.entry_id, Stream.GROUPS, b"first group of b", "b")])
+        batch = [
+            Publication(Stream.TASKS, task.entry_id, Stream.GROUPS, task.payload, task.task_id) for task in (a, b, c, c, d)
+        ]
+        assert await streams.publish(batch) == [True, False, True, False, True]
+
+        entries = await streams.client.xrange(groups)
+        assert [(fields[b"t"], fields[b"d"]) for _, fields in entries] == [
+            (b"b", b"first group of b"), (b"a", b"task"), (b"c", b"task"), (b"d", b"task")
+        ]  # fmt: skip
+        places = await streams.client.hgetall(streams.keys.outstanding)
+        assert places == {fields[b"t"]: b"groups " + entry_id for entry_id, fields in entries}
+        assert await streams.reissue([IssuedTask(name, b"task again") for name in "abcd"]) == 0
+        tasks = (await streams.depths())[Stream.TASKS]
+        assert (tasks.length, tasks.pending) == (0, 0)
+
+
+async def test_publish_works_on_a_server_that_has_forgotten_every_script(server: EmbeddedRedis) -> None:
+    async with _open(server.url) as streams:
+        await _issue(streams, "a")
+        [task] = await streams.read(Stream.TASKS, "w0", count=1, block_s=0)
+        await streams.client.script_flush()
+        assert await streams.publish([Publication(Stream.TASKS, task.entry_id, Stream.GROUPS, b"g", "a")]) == [True]
+        assert [d.task_id for d in await streams.read_groups(await streams.raise_epoch(0), count=2, block_s=0)] == ["a"]
+
+
 # -- lost replies ----------------------------------------------------------------------------------------------------
 async def test_a_lost_reply_of_issue_or_publish_changes_nothing_twice(server: EmbeddedRedis) -> None:
     async with FaultyProxy(server.socket_path) as proxy, _open(f"redis://{proxy.address}") as streams:

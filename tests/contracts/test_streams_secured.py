@@ -22,7 +22,10 @@ from protocol.redis_streams import RedisStreams
 from protocol.streams import Finished, IssuedTask, Publication, Stream
 from protocol.tls import TlsFiles
 
-ACL = "on >s3cret/@: ~arl:* resetchannels -@all +@read +@write +@connection -@dangerous +eval +evalsha +script|load +info +time"
+ACL = (
+    "on >s3cret/@: ~arl:* resetchannels -@all +@read +@write +@connection +@transaction "
+    "-@dangerous +eval +evalsha +script|load +info +time"
+)
 """As in docs/operations.md."""
 USER_AND_PASSWORD = "async-rl:s3cret%2F%40%3A"
 
@@ -121,6 +124,14 @@ async def test_a_password_alone(server: EmbeddedRedis) -> None:
         await whole_life(streams)
     with pytest.raises(QueueRefused, match="user, password and ACL"):
         async with _open(server.url):
+            pass
+
+
+async def test_a_user_without_the_right_to_transactions_is_refused_before_anything_is_sent(server: EmbeddedRedis) -> None:
+    with Redis.from_url(server.url, protocol=2) as admin:
+        admin.execute_command("ACL", "SETUSER", "async-rl", *ACL.split(), "-multi")
+    with pytest.raises(QueueRefused, match=r"(?i)multi.*check user, password and ACL"):
+        async with _open(f"unix://{USER_AND_PASSWORD}@{server.socket_path}"):
             pass
 
 
