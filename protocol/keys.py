@@ -52,7 +52,7 @@ class Keys:
 
     @property
     def none(self) -> str:
-        """Never exists. A PEXPIRE or SETRANGE of it changes nothing, but decides what a full server does with a script."""
+        """Never exists. A PEXPIRE of it changes nothing, but decides what a full server does with a script."""
         return f"{self.prefix}none"
 
     @property

@@ -18,7 +18,7 @@ import pytest
 from async_rl import RunConfig, run
 from async_rl.checks.audit import audit
 from async_rl.config import load_config
-from async_rl.errors import RoleFailed
+from async_rl.errors import ConfigError
 from async_rl.launch.demo_model import demo_model, demo_tokenizer, save_model
 from async_rl.run_dir.files import read_json_lines
 from async_rl.run_dir.intake_log import read_log, task_ends
@@ -200,10 +200,10 @@ def test_two_ranks_and_two_steps_per_batch(make_config: Callable[..., RunConfig]
     assert ends(config)["trained"] == 24
 
 
-def test_an_environment_that_cannot_be_built_ends_the_run_with_the_role_s_own_words(
+def test_an_environment_that_cannot_be_built_is_refused_before_anything_is_made(
     make_config: Callable[..., RunConfig],
 ) -> None:
     config = make_config(environment__args__length=99)
-    with pytest.raises(RoleFailed, match="length"):
+    with pytest.raises(ConfigError, match=r"environment.args.length=99: sort_digits needs an integer from 1 to 18"):
         run(config, console=False)
-    assert nothing_left(config)
+    assert not config.run_dir.exists()

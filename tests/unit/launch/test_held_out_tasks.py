@@ -28,7 +28,7 @@ def config(*flags: str) -> RunConfig:
 
 def with_files(trained: Path, *held_out: Path, more: Sequence[str] = ()) -> RunConfig:
     sources = json.dumps([{"source": str(path)} for path in held_out]).replace('": ', '" = ')
-    flags = ("--environment.name=prompt_reward", "--environment.reward=math:sqrt", f"--data.source={trained}")
+    flags = ("--environment.name=prompt_reward", "--environment.reward=math:pow", f"--data.source={trained}")
     return config(*flags, f"--evaluation.sources={sources}", *more)
 
 

@@ -245,6 +245,9 @@ async def test_a_decoding_thread_that_hangs_shows_as_work_that_stands_still(star
     hangs, release, seconds = threading.Event(), threading.Event(), [0.0]
     engine = await start(load=hanging_after(3, hangs, release), now=lambda: seconds[0])
     await engine.serve(0)
+    async with asyncio.timeout(10):
+        while engine.work.what:  # the thread answers before it sees that it has nothing more to do
+            await asyncio.sleep(0)
     seconds[0] = 1000.0
     assert engine.work.stalled_s == 0.0  # nothing to decode is no stall
     running = asyncio.ensure_future(engine.generate(PROMPT, [msgspec.structs.replace(LONG, max_new_tokens=5)]))
