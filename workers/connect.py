@@ -19,6 +19,7 @@ from workers.arguments import RoleArguments, describe, main_cause
 T = TypeVar("T")
 
 STOPPED = 128 + signal.SIGTERM
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Exit code of a role that the run needs, and that was asked to stop before the run had ended."""
 
 
@@ -40,7 +41,6 @@ async def run_until_stopped(work: Coroutine[Any, Any, T], stop: Callable[[], Non
     """Await `work`; SIGTERM, SIGINT and SIGUSR1 (Slurm's warning) call `stop`, and a second one ends at once."""
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(work)
-    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     asked = False
 
     def on_signal() -> None:
@@ -50,7 +50,7 @@ async def run_until_stopped(work: Coroutine[Any, Any, T], stop: Callable[[], Non
         asked = True
         stop()
 
-    for one in signals:
+    for one in STOP_SIGNALS:
         loop.add_signal_handler(one, on_signal)
     try:
         return await task
@@ -59,7 +59,7 @@ async def run_until_stopped(work: Coroutine[Any, Any, T], stop: Callable[[], Non
             _end_at_once(stalled)
         raise
     finally:
-        for one in signals:
+        for one in STOP_SIGNALS:
             loop.remove_signal_handler(one)
 
 

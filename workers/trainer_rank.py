@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from async_rl.registry.redis_registry import RedisRegistry
 from async_rl.trainer.assemble import make_learner
 from async_rl.trainer.distributed import Ranks, joined_ranks
@@ -9,7 +11,7 @@ from async_rl.trainer.learner import Learner
 from async_rl.trainer.loop import TrainerLoop, TrainerResult
 from protocol import event_loop
 from workers.arguments import RoleArguments
-from workers.connect import STOPPED, connect, run_until_stopped
+from workers.connect import STOP_SIGNALS, STOPPED, connect, run_until_stopped
 
 
 def train(arguments: RoleArguments) -> None:
@@ -26,6 +28,8 @@ def train(arguments: RoleArguments) -> None:
     ) as ranks:
         learner = make_learner(arguments.config, ranks)
         if not ranks.is_first:
+            for number in STOP_SIGNALS:  # rank 0 decides when all stop: it finishes its step, with this rank in it
+                signal.signal(number, signal.SIG_IGN)
             learner.follow()
             return
         result = event_loop.run(_lead(arguments, learner, ranks))

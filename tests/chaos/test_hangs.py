@@ -40,3 +40,13 @@ def test_a_rank_that_hangs_is_named_and_all_ranks_start_again(run: RunProcess) -
     run.supervisor.send_signal(signal.SIGTERM)
     assert run.supervisor.wait(DEADLINE_S) == 128 + signal.SIGTERM
     assert audit(run.layout.root).is_exact
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(200)
+def test_several_ranks_that_are_told_to_stop_finish_their_step_together(run: RunProcess) -> None:
+    run.wait_for(lambda: run.steps() >= 3, "steps")
+    run.supervisor.send_signal(signal.SIGTERM)
+    assert run.supervisor.wait(DEADLINE_S) == 128 + signal.SIGTERM
+    assert run.events("role.failed") == []
+    assert (run.layout.checkpoints_dir / f"step_{run.steps():08d}").is_dir()
