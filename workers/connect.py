@@ -19,8 +19,8 @@ from workers.arguments import RoleArguments, describe, main_cause
 T = TypeVar("T")
 
 STOPPED = 128 + signal.SIGTERM
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Exit code of a role that the run needs, and that was asked to stop before the run had ended."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def connect(arguments: RoleArguments) -> RedisStreams:
