@@ -42,7 +42,7 @@ LOSS = LossSettings(ClipRange(0.2, 0.28))
 A = make_sample([3, 4, 5], trained=[2], advantages=8.0)  # one trained token, loss 8
 B = make_sample([6, 7, 8, 9], advantages=2.0)  # three, loss 2 each
 UNEVEN = [95] * 5 + [20] * 5
-START_TIMEOUT_S = 100
+START_TIMEOUT_S = 250
 
 
 @dataclass(frozen=True)

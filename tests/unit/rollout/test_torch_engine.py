@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -241,13 +242,15 @@ def hanging_after(steps: int, hangs: threading.Event, release: threading.Event) 
     return load
 
 
+async def rests(engine: TorchEngine) -> bool:
+    return not engine.work.what
+
+
 async def test_a_decoding_thread_that_hangs_shows_as_work_that_stands_still(start: Start) -> None:
     hangs, release, seconds = threading.Event(), threading.Event(), [0.0]
     engine = await start(load=hanging_after(3, hangs, release), now=lambda: seconds[0])
     await engine.serve(0)
-    async with asyncio.timeout(10):
-        while engine.work.what:  # the thread answers before it sees that it has nothing more to do
-            await asyncio.sleep(0)
+    await until(partial(rests, engine))  # the thread answers before it sees that it has nothing more to do
     seconds[0] = 1000.0
     assert engine.work.stalled_s == 0.0  # nothing to decode is no stall
     running = asyncio.ensure_future(engine.generate(PROMPT, [msgspec.structs.replace(LONG, max_new_tokens=5)]))
