@@ -123,13 +123,14 @@ class BatchWait:
         untrained = intake.untrained.words()
         came = f"; {untrained}" if untrained else ""
         workers = {worker.worker_id for worker in await self._streams.workers() if worker.role == "rollout"}
-        engines = ", ".join(
+        served = [
             f"{e.engine_id} {e.status.value}" + ("" if e.serving_version is None else f" v{e.serving_version}")
             for e in state.engines.values()
-        )
+        ]
+        engines = ", ".join(served) or "none"
         return (
             f"{intake.num_pending} groups waiting of {self._config.trainer.groups_per_step} needed, {counters.outstanding} "
-            f"tasks outstanding of {counters.issued} issued, {len(workers)} rollout workers alive, engines: {engines or 'none'}{came}"
+            f"tasks outstanding of {counters.issued} issued, {len(workers)} rollout workers alive, engines: {engines}{came}"
         )
 
     def _say_if_all_invalid(self, intake: Intake) -> None:
