@@ -160,11 +160,15 @@ class Supervisor:
         ending = [unit for unit in self._units if unit.kind != FINISHING]
         deadline = self._now() + self._patience.ending_s
         self._wait_for(ending, deadline, stop)
+        self._note_failed(ending)  # now: what a signal of ours ends did not fail
         if stop.signum is None and not self._processes_ended():
             for unit in ending:
                 unit.signal(signal.SIGTERM)
             self._wait_for(self._units, deadline + self._patience.finish_s, stop)
-        for unit in self._units:
+        self._note_failed([unit for unit in self._units if unit.kind == FINISHING])
+
+    def _note_failed(self, units: Sequence[Unit]) -> None:
+        for unit in units:
             if (failed := unit.failed()) is not None and unit.state is UnitState.RUNNING:
                 self._on_event(Event.ROLE_FAILED, name=unit.name, reason=failed.how_it_ended(), after_the_end=True)
 
