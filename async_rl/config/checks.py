@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 from urllib.parse import urlsplit
 
+from async_rl.config import source_checks
 from async_rl.config.algorithm import ADVANTAGE_NAMES, LOSS_NAMES, NEEDS_NO_GROUP, SEQUENCE_LOSSES, CriticConfig
 from async_rl.config.run import RunConfig
 from async_rl.errors import ConfigError
@@ -200,65 +199,6 @@ def _rewards(config: RunConfig) -> Iterator[str]:
             yield f"{key}={value!r} is no module:name reference; write it as package.module:name"
 
 
-def _data(config: RunConfig) -> Iterator[str]:
-    if config.data.source == "environment" and not config.data.mix and config.environment.name in ("prompt_reward", "verify"):
-        yield (
-            f"data.source='environment' with environment.name={config.environment.name!r}, which brings no prompts of its own; "
-            "set data.source to a .jsonl or .parquet file or a dataset directory"
-        )
-
-
-def _mix(config: RunConfig) -> Iterator[str]:
-    names = [str(entry.get("source")).rpartition("/")[2].partition(".")[0] for entry in config.data.mix]
-    for index, entry in enumerate(config.data.mix):
-        key, weight = f"data.mix[{index}]", entry.get("weight", 1.0)
-        unknown = [name for name in entry if name not in ("source", "weight", "split", "prompt_column")]
-        if not isinstance(entry.get("source"), str) or unknown:
-            yield f"{key}={entry!r} needs source, and takes weight, split and prompt_column"
-        elif isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-            yield f"{key}.weight={weight!r} must be a number above 0, and finite"
-        elif names[index] in names[:index]:
-            yield f"{key}.source={entry['source']!r}: another source is named {names[index]} too, which names its tasks"
-    if config.data.mix and config.data.source != "environment":
-        yield f"data.source={config.data.source!r} has no effect with data.mix; list it there, or remove one of them"
-
-
-def _evaluation(config: RunConfig) -> Iterator[str]:
-    evaluation = config.evaluation
-    if evaluation.every_steps is None:
-        return
-    for k in evaluation.k:
-        if not 1 <= k <= evaluation.samples:
-            yield f"evaluation.k holds {k}: pass@k needs k from 1 to evaluation.samples={evaluation.samples}; raise samples"
-    if not evaluation.k:
-        yield "evaluation.k is empty: nothing would be reported; set it to [1]"
-    if not evaluation.sources and config.environment.name in ("prompt_reward", "verify", "trl"):
-        yield (
-            f"evaluation.sources is empty, and environment.name={config.environment.name!r} brings no held-out prompts; name a "
-            "file or dataset that is not trained on"
-        )
-    if evaluation.samples > config.rollout.max_running:
-        yield (
-            f"evaluation.samples={evaluation.samples} exceeds rollout.max_running={config.rollout.max_running}: the "
-            "completions of a prompt must fit into the engine; lower it or raise rollout.max_running"
-        )
-    trained = [{"source": config.data.source, **entry} for entry in config.data.mix or [{}]]
-    for index, entry in enumerate(evaluation.sources):
-        key = f"evaluation.sources[{index}]"
-        if not isinstance(entry.get("source"), str) or set(entry) - {"source", "split", "prompt_column"}:
-            yield f"{key}={entry!r} needs source, and takes split and prompt_column"
-        elif any(_same_rows(config, entry, other) for other in trained):
-            yield f"{key}.source={entry['source']!r} is trained on; name a source or a split that is not in data"
-
-
-def _same_rows(config: RunConfig, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """A file is one split, whatever split says."""
-    paths, split = (Path(str(one["source"])), Path(str(other["source"]))), config.data.split
-    if paths[0].resolve() != paths[1].resolve():
-        return False
-    return bool(paths[0].suffix) or one.get("split", split) == other.get("split", split)
-
-
 def _schedule(config: RunConfig) -> Iterator[str]:
     warmup, steps = config.trainer.warmup_steps, config.trainer.max_steps
     if warmup > 0 and warmup >= steps:
@@ -387,9 +327,9 @@ CHECKS: Sequence[Check] = (
     _context,
     _engine_capacity,
     _rewards,
-    _data,
-    _mix,
-    _evaluation,
+    source_checks.data,
+    source_checks.mix,
+    source_checks.evaluation,
     _schedule,
     _betas,
     _redis,

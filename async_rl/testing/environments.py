@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from async_rl.environments.base import Episode
+from async_rl.environments.base import Episode, Row
 from protocol.messages import Reward
 
 SECOND_QUESTION = "again>"
@@ -20,3 +20,16 @@ class TwoTurns:
     async def score(self, episode: Episode) -> Reward:
         right = sum(turn.text == self._answer for turn in episode.turns)
         return Reward(right / 2, {"turns": float(len(episode.turns))})
+
+
+class NumberedRows:
+    """A source of which row n says n."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def num_rows(self) -> int:
+        return self._count
+
+    def row(self, index: int) -> Row:
+        return Row(prompt=f"{index}>", columns={"n": index})

@@ -11,13 +11,13 @@ from rich.console import Console
 from async_rl import run
 from async_rl.checks.audit import audit
 from async_rl.config import load_config
-from async_rl.launch.demo_model import demo_model, demo_tokenizer, save_model
 from async_rl.monitor.figures import evaluation_figures
 from async_rl.monitor.snapshot import run_snapshot
 from async_rl.monitor.status import print_status
 from async_rl.run_dir.evaluations import read_evaluations
 from async_rl.run_dir.files import read_json_lines
 from async_rl.run_dir.intake_log import read_log, task_ends
+from async_rl.testing.run_process import write_small_run
 
 MAX_STEPS = 6
 
@@ -26,15 +26,7 @@ MAX_STEPS = 6
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run. Its first and its last version are evaluated for certain; what lies between if there is time."""
     root = tmp_path_factory.mktemp("evaluated")
-    tokenizer = demo_tokenizer()
-    save_model(root / "model", demo_model(tokenizer, seed=0), tokenizer)
     settings = {
-        "run_dir": root / "run",
-        "model.path": root / "model",
-        "environment.args.length": 3,
-        "rollout.group_size": 4,
-        "rollout.max_new_tokens": 5,
-        "trainer.groups_per_step": 4,
         "trainer.max_steps": MAX_STEPS,
         "checkpoint.every_steps": 1000,
         "evaluation.every_steps": 2,
@@ -42,7 +34,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "evaluation.samples": 3,
         "evaluation.k": "[1, 3]",
     }
-    config = load_config(None, [f"--{key}={value}" for key, value in settings.items()], {}).config
+    config_toml, _ = write_small_run(root, settings)
+    config = load_config(config_toml, [], {}).config
     assert run(config, console=False).exit_code == 0
     return config.run_dir
 

@@ -13,11 +13,11 @@ import pytest
 from async_rl.coordinator import loop as loop_module
 from async_rl.coordinator.loop import CoordinatorLoop, CoordinatorSettings, trained_through_served
 from async_rl.coordinator.prompts import PromptSource, TaskTemplate
-from async_rl.environments.base import Row
 from async_rl.registry.memory_registry import MemoryRegistry
 from async_rl.registry.versions import EngineRecord, EngineStatus, RegistryState
 from async_rl.run_dir.end_table import EndTable
 from async_rl.run_dir.log_index import LogIndex
+from async_rl.testing.environments import NumberedRows
 from async_rl.testing.roles import FakeEngine, FakeTrainer, running, until
 from protocol.codec import decode_task
 from protocol.errors import QueueFull, QueueUnavailable
@@ -39,20 +39,9 @@ SETTINGS = CoordinatorSettings(
 )
 
 
-class _Numbers:
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def num_rows(self) -> int:
-        return self._count
-
-    def row(self, index: int) -> Row:
-        return Row(prompt=f"{index}>")
-
-
 def _source(rows: int = 1000, data_epochs: int | None = None) -> PromptSource:
     template = TaskTemplate("run", "rows", "sort_digits", run_seed=0, group_size=2, temperature=1.0, max_new_tokens=4)
-    return PromptSource(_Numbers(rows), template, shuffle=False, data_epochs=data_epochs)
+    return PromptSource(NumberedRows(rows), template, shuffle=False, data_epochs=data_epochs)
 
 
 @dataclass

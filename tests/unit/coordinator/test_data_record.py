@@ -16,22 +16,11 @@ from async_rl.config.run import ModelConfig, RunConfig
 from async_rl.coordinator.data_record import read_records, settle
 from async_rl.coordinator.prompts import PromptSource, TaskTemplate
 from async_rl.coordinator.sources import TaskSource, open_source
-from async_rl.environments.base import Row
 from async_rl.environments.sort_digits import SortDigits
 from async_rl.errors import ConfigError, DataError, RunDirError
+from async_rl.testing.environments import NumberedRows
 
 TEMPLATE = TaskTemplate("run", "rows", "e", run_seed=7, group_size=4, temperature=1.0, max_new_tokens=9)
-
-
-class _Numbers:
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def num_rows(self) -> int:
-        return self._count
-
-    def row(self, index: int) -> Row:
-        return Row(prompt=f"{index}>")
 
 
 def write(path: Path, prompts: list[str]) -> None:
@@ -193,7 +182,7 @@ def test_lengths_by_epoch_give_every_row_of_every_epoch_once(data: st.DataObject
     lengths = sorted(
         {0: data.draw(st.integers(1, 9)), **data.draw(st.dictionaries(st.integers(1, 5), st.integers(1, 9)))}.items()
     )
-    source = PromptSource(_Numbers(9), TEMPLATE, shuffle=shuffle, data_epochs=epochs, lengths=lengths)
+    source = PromptSource(NumberedRows(9), TEMPLATE, shuffle=shuffle, data_epochs=epochs, lengths=lengths)
     rows_in = [next(rows for first, rows in reversed(lengths) if first <= epoch) for epoch in range(epochs)]
     assert source.num_tasks == sum(rows_in)
     found = ids(source, range(sum(rows_in) + 3))

@@ -12,27 +12,14 @@ from hypothesis import strategies as st
 from async_rl.config.rollout import DataConfig, EnvironmentConfig, RolloutConfig
 from async_rl.config.run import ModelConfig, RunConfig
 from async_rl.coordinator.prompts import PromptSource, TaskTemplate
-from async_rl.environments.base import Row
 from async_rl.environments.load import load_environment
 from async_rl.environments.sort_digits import SortDigits
 from async_rl.errors import ConfigError
+from async_rl.testing.environments import NumberedRows
 from protocol.messages import PromptTask
 from protocol.seeds import group_seed
 
 TEMPLATE = TaskTemplate("run", "rows", "sort_digits", run_seed=7, group_size=4, temperature=0.5, max_new_tokens=9)
-
-
-class _Numbers:
-    """Row n says n."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def num_rows(self) -> int:
-        return self._count
-
-    def row(self, index: int) -> Row:
-        return Row(prompt=f"{index}>", columns={"n": index})
 
 
 def _rows(source: PromptSource, cursors: range) -> list[int]:
@@ -43,7 +30,7 @@ def _rows(source: PromptSource, cursors: range) -> list[int]:
 @settings(max_examples=40, deadline=None)
 @given(count=st.integers(1, 40), seed=st.integers(0, 2**63 - 1), shuffle=st.booleans())
 def test_every_data_epoch_visits_every_row_once(count: int, seed: int, shuffle: bool) -> None:
-    source = PromptSource(_Numbers(count), replace(TEMPLATE, run_seed=seed), shuffle=shuffle)
+    source = PromptSource(NumberedRows(count), replace(TEMPLATE, run_seed=seed), shuffle=shuffle)
     for epoch in range(2):
         rows = _rows(source, range(epoch * count, (epoch + 1) * count))
         assert sorted(rows) == list(range(count))
@@ -51,14 +38,14 @@ def test_every_data_epoch_visits_every_row_once(count: int, seed: int, shuffle: 
 
 
 def test_order_differs_between_data_epochs_and_between_seeds() -> None:
-    source, other = (PromptSource(_Numbers(1000), replace(TEMPLATE, run_seed=seed)) for seed in (7, 8))
+    source, other = (PromptSource(NumberedRows(1000), replace(TEMPLATE, run_seed=seed)) for seed in (7, 8))
     first, second, of_other = _rows(source, range(1000)), _rows(source, range(1000, 2000)), _rows(other, range(1000))
     for pair in ((first, second), (first, of_other)):
         assert sum(a == b for a, b in zip(*pair, strict=True)) < 12  # 1 is expected of independent orders
 
 
 def test_task_is_a_pure_function_of_the_cursor() -> None:
-    source, another = PromptSource(_Numbers(50), TEMPLATE), PromptSource(_Numbers(50), TEMPLATE)
+    source, another = PromptSource(NumberedRows(50), TEMPLATE), PromptSource(NumberedRows(50), TEMPLATE)
     forwards = [source.task_at(cursor) for cursor in range(120)]
     backwards = [another.task_at(cursor) for cursor in reversed(range(120))]
     assert forwards == backwards[::-1]
@@ -68,7 +55,7 @@ def test_task_is_a_pure_function_of_the_cursor() -> None:
 
 
 def test_task_carries_its_row_its_id_and_its_seed() -> None:
-    task = PromptSource(_Numbers(3), TEMPLATE, shuffle=False).task_at(4)  # second data epoch, row 1
+    task = PromptSource(NumberedRows(3), TEMPLATE, shuffle=False).task_at(4)  # second data epoch, row 1
     assert task == PromptTask(
         run_id="run",
         task_id="rows:1:1:0",
@@ -88,12 +75,12 @@ def test_task_carries_its_row_its_id_and_its_seed() -> None:
 
 
 def test_no_two_tasks_share_a_seed_or_an_id() -> None:
-    tasks = [PromptSource(_Numbers(100), TEMPLATE).task_at(cursor) for cursor in range(1000)]
+    tasks = [PromptSource(NumberedRows(100), TEMPLATE).task_at(cursor) for cursor in range(1000)]
     assert len({task.task_id for task in tasks if task}) == len({task.seed for task in tasks if task}) == 1000
 
 
 def test_a_task_is_made_again_from_its_id() -> None:
-    source = PromptSource(_Numbers(50), replace(TEMPLATE, source="my:rows"), data_epochs=2)
+    source = PromptSource(NumberedRows(50), replace(TEMPLATE, source="my:rows"), data_epochs=2)
     for cursor in (0, 49, 50, 99):
         task = source.task_at(cursor)
         assert task is not None
@@ -102,22 +89,22 @@ def test_a_task_is_made_again_from_its_id() -> None:
 
 @pytest.mark.parametrize("identity", ["other:0:1:0", "rows:0:50:0", "rows:2:1:0", "rows:0:x:0", "rows:0:-1:0", "rows", ""])
 def test_an_id_of_another_source_is_nobodys_task(identity: str) -> None:
-    assert PromptSource(_Numbers(50), TEMPLATE, data_epochs=2).task_of(identity) is None
+    assert PromptSource(NumberedRows(50), TEMPLATE, data_epochs=2).task_of(identity) is None
 
 
 def test_data_ends_after_its_epochs() -> None:
-    source = PromptSource(_Numbers(3), TEMPLATE, data_epochs=2)
+    source = PromptSource(NumberedRows(3), TEMPLATE, data_epochs=2)
     assert source.num_tasks == 6
     assert [source.is_end(cursor) for cursor in (5, 6, 7)] == [False, True, True]
     assert source.task_at(5) is not None
     assert [source.task_at(cursor) for cursor in (6, 7, 600)] == [None] * 3
-    endless = PromptSource(_Numbers(3), TEMPLATE)
+    endless = PromptSource(NumberedRows(3), TEMPLATE)
     assert (endless.num_tasks, endless.is_end(10**9)) == (None, False)
 
 
 def test_a_negative_cursor_is_refused() -> None:
     with pytest.raises(ValueError, match="must not be negative"):
-        PromptSource(_Numbers(3), TEMPLATE).task_at(-1)
+        PromptSource(NumberedRows(3), TEMPLATE).task_at(-1)
 
 
 def _config(**settings: object) -> RunConfig:
