@@ -80,7 +80,7 @@ bench-vllm: vllm-cpu  ## Tokens/s of the rollout side against the same vLLM alon
 test-estimators: install-dev  ## Show by enumeration which estimators are unbiased, and the bias of the others (part of make test)
 	$(BIN)/python -m pytest tests/golden/test_estimators.py -n 0 -s $(ARGS)
 
-staleness-study: install-dev  ## What staleness costs each method; goes on where it stopped. Hours; some of it: ARGS="--minutes 30"
+staleness-study: install-dev  ## What staleness costs each method; goes on where it stopped. 40 minutes; some of it: ARGS="--minutes 30"
 	$(BIN)/python tests/bench/staleness_study.py $(ARGS)
 
 test-chaos: install-dev  ## Kill the demo's processes at random, Redis included; fewer kills: ARGS=--smoke

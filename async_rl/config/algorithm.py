@@ -25,10 +25,10 @@ SEQUENCE_LOSSES: Final = ("gspo", "gmpo")
 class AlgorithmConfig(StrictModel):
     """The objective. Each choice, its formula, its bias and what warns of trouble: docs/algorithms.md."""
 
-    loss: str = "decoupled_clip"
-    """Policy loss: `decoupled_clip` (clip against the proximal policy, times an importance weight to the behavior policy),
-    `clipped_surrogate` (PPO clip against the behavior policy), `gspo`, `gmpo`, `cispo`, `policy_gradient`, or
-    `module:function` of your own."""
+    loss: str = "clipped_surrogate"
+    """Policy loss: `clipped_surrogate` (PPO clip against the behavior policy), `decoupled_clip` (clip against the proximal
+    policy, times an importance weight to the behavior policy), `gspo`, `gmpo`, `cispo`, `policy_gradient`, or `module:function`
+    of your own."""
     advantage: str = "grpo"
     """Credit of a trajectory: `grpo` ((r − mean)/std of its group), `dr_grpo` (r − mean), `rloo` (leave one out),
     `reinforce_pp` (whitened over the batch), `reinforce_pp_baseline` (r − mean, whitened), `gae` (per token, from the critic of
@@ -57,7 +57,8 @@ class AlgorithmConfig(StrictModel):
     proximal: Literal["recompute", "interpolate"] = "recompute"
     """Logprobs of the policy at the start of a drawn batch, for its later steps: a forward pass, or a guess by version."""
     importance: Literal["none", "exact", "truncate", "mask"] = "truncate"
-    """What becomes of importance weights: left out, exact (unbounded), min(w, importance_cap), or 0 outside the bounds."""
+    """What becomes of importance weights: left out, exact (unbounded), min(w, importance_cap), or 0 outside the bounds.
+    clipped_surrogate has none, nor have gspo, gmpo and cispo without anchor = proximal."""
     importance_level: Literal["token", "sequence", "geometric"] = "token"
     """Weights per token, per sequence (product over its tokens), or the geometric mean of a sequence's tokens."""
     importance_cap: float = Field(2.0, ge=1, le=1e6)
@@ -88,6 +89,11 @@ class AlgorithmConfig(StrictModel):
     """For a loss of your own: settings.args."""
     advantage_args: dict[str, Any] = Field(default_factory=dict)
     """For an estimator of your own: settings.args."""
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the loss is multiplied by an importance weight, as `importance` and its level and cap say."""
+        return self.loss != "clipped_surrogate" and (self.loss not in CLIPS or self.anchor == "proximal")
 
     @property
     def clip(self) -> tuple[float, float]:

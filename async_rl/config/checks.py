@@ -7,7 +7,14 @@ from typing import TypeAlias
 from urllib.parse import urlsplit
 
 from async_rl.config import source_checks
-from async_rl.config.algorithm import ADVANTAGE_NAMES, LOSS_NAMES, NEEDS_NO_GROUP, SEQUENCE_LOSSES, CriticConfig
+from async_rl.config.algorithm import (
+    ADVANTAGE_NAMES,
+    LOSS_NAMES,
+    NEEDS_NO_GROUP,
+    SEQUENCE_LOSSES,
+    AlgorithmConfig,
+    CriticConfig,
+)
 from async_rl.config.run import RunConfig
 from async_rl.errors import ConfigError
 
@@ -76,6 +83,13 @@ def _ratios(config: RunConfig) -> Iterator[str]:
         yield f"algorithm.dual_clip has no effect with algorithm.loss={algorithm.loss!r}; remove it"
     if algorithm.importance_floor > 0 and algorithm.importance != "mask":
         yield "algorithm.importance_floor has no effect without algorithm.importance='mask'; remove it"
+    if not algorithm.weighs:
+        for name in ("importance", "importance_level", "importance_cap"):
+            if getattr(algorithm, name) != AlgorithmConfig.model_fields[name].default:
+                yield (
+                    f"algorithm.{name}={getattr(algorithm, name)!r} has no effect with algorithm.loss={algorithm.loss!r}, "
+                    "which has no importance weight; set algorithm.loss='decoupled_clip', or remove it"
+                )
     if algorithm.clip[0] >= 1 and algorithm.loss in ("decoupled_clip", "clipped_surrogate"):
         yield f"algorithm.clip_low={algorithm.clip[0]} leaves algorithm.loss={algorithm.loss!r} no lower bound; set it below 1"
 

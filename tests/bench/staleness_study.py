@@ -1,6 +1,6 @@
 """How much staleness costs each method on sort_digits: fixed lag, paired seeds, the trainer's own step.
 
-python tests/bench/staleness_study.py [--out runs/staleness-study] [--seeds 5] [--updates 60] [--minutes M] [--report]
+python tests/bench/staleness_study.py [--out runs/staleness-study] [--seeds 5] [--updates 160] [--minutes M] [--report]
 
 A synchronous loop: update v trains what version max(0, v − lag) sampled, so every token is exactly `lag` optimizer steps old
 once the loop is under way. 16 prompts × 8 answers an update, GRPO advantages, AdamW. The learning rate is swept for each method
@@ -43,7 +43,7 @@ from async_rl.trainer.samples import TrainingSample
 from async_rl.trainer.step import StepSettings, make_optimizer, train_step
 
 LAGS = (0, 2, 8, 32)
-SWEEP_LAG, SWEEP_SEED, RATES = 8, 1000, (2e-4, 4e-4, 8e-4)
+SWEEP_LAG, SWEEP_SEED, RATES = 8, 1000, (1e-4, 2e-4, 4e-4, 8e-4)
 PROMPTS, GROUP, DIGITS, HELD_OUT = 16, 8, 6, 512
 MAX_NEW = DIGITS + 2
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
@@ -300,6 +300,16 @@ def table(seeds: Mapping[int, Mapping[tuple[str, int], float]], rates: Mapping[s
     return "\n".join(lines)
 
 
+def sweep_table(results: Sequence[Result], updates: int) -> str:
+    """Accuracy of the sweep's runs, one row a method."""
+    found = {
+        (r.run.method, r.run.learning_rate): r.accuracy for r in results if (r.run.seed, r.run.updates) == (SWEEP_SEED, updates)
+    }
+    lines = ["| method | " + " | ".join(f"{rate:g}" for rate in RATES) + " |", "|---|" + "---|" * len(RATES)]
+    lines += ["| " + " | ".join([method, *(f"{found[method, rate]:.2f}" for rate in RATES)]) + " |" for method in METHODS]
+    return "\n".join(lines)
+
+
 def plot(seeds: Mapping[int, Mapping[tuple[str, int], float]], path: Path) -> None:
     import matplotlib as mpl
 
@@ -339,7 +349,8 @@ def report(out: Path, *, updates: int) -> None:
     tail = rest.partition(END)[2]
     text = (
         f"Paired seeds: {len(seeds)}. Updates in each run: {updates}. Mean ± half of its 95 % interval (Student's t); no "
-        f"interval from one seed.\n\n{table(seeds, rates)}\n"
+        f"interval from one seed.\n\n{table(seeds, rates)}\n\n"
+        f"The sweep, by learning rate (lag {SWEEP_LAG}, one seed):\n\n{sweep_table(results, updates)}\n"
     )
     page.write_text(f"{head}{BEGIN}\n{text}{END}{tail}", encoding="utf-8")
     plot(seeds, ROOT / "docs/staleness-study.png")
@@ -350,7 +361,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/staleness-study"))
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--updates", type=int, default=60)
+    parser.add_argument("--updates", type=int, default=160)
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after the run that exceeds this")
     parser.add_argument("--report", action="store_true", help="only write the page from what was run")
     arguments = parser.parse_args()

@@ -77,7 +77,7 @@ def test_on_policy_with_max_lag_0_every_ratio_is_1_and_every_push_is_proven(make
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert {line["lag_max"] for line in lines} == {0}
     assert max(line["behavior_gap_max"] for line in lines) <= 1e-4
-    assert all(abs(line["importance_weight_mean"] - 1) <= 1e-4 for line in lines)
+    assert all(abs(line[bound] - 1) <= 1e-4 for line in lines for bound in ("ratio_min", "ratio_max"))
     pushes = [push for line in lines for push in line["pushes"]]
     assert len(pushes) >= 4
     assert all(push["live"] and push["parity_tokens"] > 0 and push["parity_max_abs"] <= 1e-4 for push in pushes)

@@ -64,9 +64,20 @@ def test_each_loss_brings_the_defaults_of_its_paper(loss, clip, aggregation):
             {"algorithm": {"loss": "decoupled_clip", "anchor": "behavior"}},
             ["algorithm.anchor='behavior' contradicts", "proximal policy", "algorithm.loss='clipped_surrogate'"],
         ),
-        ({"algorithm": {"importance": "none"}}, ["algorithm.importance='none'", "who sampled", "'truncate'"]),
+        (
+            {"algorithm": {"loss": "decoupled_clip", "importance": "none"}},
+            ["algorithm.importance='none'", "who sampled", "'truncate'"],
+        ),
+        (
+            {"algorithm": {"importance_level": "sequence"}},
+            ["algorithm.importance_level='sequence' has no effect", "'clipped_surrogate'", "algorithm.loss='decoupled_clip'"],
+        ),
+        ({"algorithm": {"loss": "gspo", "importance": "mask"}}, ["algorithm.importance='mask' has no effect", "'gspo'"]),
         ({"algorithm": {"loss": "cispo", "dual_clip": 3.0}}, ["algorithm.dual_clip has no effect", "'cispo'"]),
-        ({"algorithm": {"importance_floor": 0.5}}, ["importance_floor has no effect", "importance='mask'"]),
+        (
+            {"algorithm": {"loss": "decoupled_clip", "importance_floor": 0.5}},
+            ["importance_floor has no effect", "importance='mask'"],
+        ),
         ({"algorithm": {"clip_low": 1.0}}, ["algorithm.clip_low=1.0", "no lower bound"]),
         ({"algorithm": {"aggregation": "constant"}}, ["aggregation='constant'", "needs a constant"]),
         ({"algorithm": {"reference": "/m"}}, ["algorithm.reference='/m'", "kl_coef"]),

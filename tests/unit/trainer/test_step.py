@@ -91,7 +91,7 @@ def test_the_gradient_is_that_of_the_mean_of_the_models_own_logprobs(directory: 
     names = [name for name, _ in policy.hf.named_parameters()]
     expected = dict(zip(names, torch.autograd.grad(loss, list(policy.hf.parameters())), strict=True))
     step(policy, optimizer, pack([A, B], 100))
-    assert_same(first_step_gradients(policy, optimizer), expected, atol=2e-6)
+    assert_same(first_step_gradients(policy, optimizer), expected, atol=5e-6)  # of gradients up to 5
 
 
 def test_masked_tokens_get_a_gradient_of_exactly_zero(directory: Path) -> None:
